@@ -1,0 +1,1 @@
+"""Plain PyTorch references of MegaMoE data formats and arithmetic. Imports stdlib, torch and numpy only."""
