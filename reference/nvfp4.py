@@ -1,0 +1,231 @@
+"""NVFP4 quantization: E2M1 elements, one E4M3 scale per 16 columns, and at two levels a float32 scale a
+token.
+
+Two levels (recipe "nvfp4_token"), per token, all in float32, round to nearest even:
+
+    xs = max(row amax, fl(1e-12)) * fl(1/2688)     a product, not a quotient
+    u  = h / xs                                    a quotient
+    S  = E4M3(min(max(max|u| * fl(1/6), 2^-9), 448))
+    code = E2M1(u / S)                             a second quotient: bf16 ties are no longer ties
+
+One level ("nvfp4_block"), per group:
+
+    S  = E4M3(max(max|h| * fl(1/6), 2^-9))         no upper bound; the conversion saturates
+    code: |h| compared with c * S for the midpoints c, exact products
+
+Norm-fused: RMSNorm in float32, rounded to bf16, then one level; exact given the reciprocal deviation.
+
+Easy to simplify wrongly: E2M1 codes drop the sign of zero; NaN elements are ignored in every amax and have
+code 0; a row with Inf has scale Inf, byte 0x01 and codes 0 at two levels, but byte 0x7E and code 7 at one
+level.
+
+Source: NUMERICS 3a to 3d.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reference._groups import check_hidden, constant, group_amax, row_chunks
+from reference.formats import E2M1, E4M3FN, UE4M3, decode, encode, pack_e2m1
+from reference.recipes import Nvfp4Recipe
+
+_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+@dataclass(frozen=True)
+class Nvfp4Groups:
+    """Quantized rows. T tokens, H columns, G = H / group.
+
+    codes: uint8 [T, H], one E2M1 code a byte. packed: uint8 [T, H / 2], even columns in bits 3..0.
+    scale_codes: uint8 [T, G] E4M3. scales: float32 [T, G], decoded. raw_scales: float32 [T, G], before E4M3.
+    token_scales: float32 [T] at level "token", else None. amax: float32 [T, G] of the original values.
+    scaled: float32 [T, H], elements before rounding; None unless asked for.
+    """
+
+    codes: Tensor
+    packed: Tensor
+    scale_codes: Tensor
+    scales: Tensor
+    raw_scales: Tensor
+    token_scales: Tensor | None
+    amax: Tensor
+    scaled: Tensor | None = None
+
+
+def quantize_nvfp4(
+    hidden: Tensor, recipe: Nvfp4Recipe, *, global_scale: float = 1.0, intermediates: bool = False
+) -> Nvfp4Groups:
+    """Quantizes hidden [T, H] (bf16, fp16 or fp32; any strides) by ``recipe``.
+
+    global_scale: the fixed outer scale at level "block" (a Python float; fl(6 g) is rounded once).
+    TypeError for another dtype; ValueError for a shape that is not [T, H] with H a multiple of the group, and
+    for a global scale that is not positive and finite or is given at level "token". Source: NUMERICS 3a, 3b,
+    3c.
+    """
+    check_hidden(hidden, recipe.group)
+    if not 0.0 < global_scale < float("inf"):
+        raise ValueError(f"global_scale: expected a positive finite number, got {global_scale}")
+    if recipe.levels == "token" and global_scale != 1.0:
+        raise ValueError(f"global_scale: {recipe.name} computes its outer scale, got {global_scale}")
+    num_tokens, num_columns = hidden.shape
+    device, num_groups = hidden.device, num_columns // recipe.group
+    codes = torch.empty((num_tokens, num_columns), dtype=torch.uint8, device=device)
+    packed = torch.empty((num_tokens, num_columns // 2), dtype=torch.uint8, device=device)
+    amax = torch.empty((num_tokens, num_groups), dtype=torch.float32, device=device)
+    scaled = (
+        torch.empty((num_tokens, num_columns), dtype=torch.float32, device=device) if intermediates else None
+    )
+    narrow = hidden.dtype != torch.float32
+    for rows in row_chunks(num_tokens, num_columns):
+        values = hidden[rows].float().contiguous().view(-1, num_groups, recipe.group)
+        amax[rows] = group_amax(values)
+        scales = nvfp4_scales(amax[rows], recipe, global_scale)
+        outer_is_one = recipe.levels == "block" and global_scale == 1.0
+        normalized = values if outer_is_one else values / scales.outer
+        divided = _divide(values, normalized, scales, recipe)
+        if recipe.element_division == "compare_scaled" and not narrow:
+            chunk = _encode_by_comparison(normalized, scales, recipe)
+        else:
+            chunk = _encode_elements(divided, recipe)
+        codes[rows] = chunk.view(-1, num_columns)
+        packed[rows] = pack_e2m1(codes[rows])
+        if scaled is not None:
+            scaled[rows] = divided.view(-1, num_columns)
+    scales = nvfp4_scales(amax, recipe, global_scale)
+    token_scales = scales.outer.view(-1) if recipe.levels == "token" else None
+    return Nvfp4Groups(codes, packed, scales.codes, scales.values, scales.raw, token_scales, amax, scaled)
+
+
+@dataclass(frozen=True)
+class Nvfp4Scales:
+    """outer: float32 [T, 1, 1] or scalar, the token or global scale. raw: [T, G], before E4M3. codes, values:
+    E4M3."""
+
+    outer: Tensor
+    raw: Tensor
+    codes: Tensor
+    values: Tensor
+
+
+def nvfp4_scales(amax: Tensor, recipe: Nvfp4Recipe, global_scale: float = 1.0) -> Nvfp4Scales:
+    """Group amax float32 [T, G] -> token and block scales. Source: NUMERICS 3a steps 1 to 4, 3b step 1,
+    3c."""
+    sixth = constant(amax, 1.0 / 6.0)
+    if recipe.levels == "token":
+        # A row without columns has no largest magnitude: the floor is its scale.
+        row_amax = (
+            torch.nn.functional.pad(amax, (0, 1)).amax(dim=-1, keepdim=True).clamp_min(recipe.token_floor)
+        )
+        if recipe.token_scale == "divide":
+            outer = row_amax / constant(amax, 2688.0)
+        else:
+            outer = row_amax * constant(amax, 1.0 / 2688.0)
+        six_outer = outer * constant(amax, 6.0)
+    else:
+        outer = constant(amax, global_scale)
+        six_outer = constant(amax, 6.0 * global_scale)
+    if recipe.block_division == "divide_by_product":
+        raw = amax / six_outer
+    elif recipe.block_division == "multiply_reciprocals":
+        raw = (amax * sixth) * (constant(amax, 1.0) / outer)
+    else:
+        # Division by a positive scale is monotone: the largest quotient is the quotient of the largest
+        # magnitude.
+        normalized = amax / outer
+        raw = (
+            normalized * sixth
+            if recipe.block_division == "multiply_reciprocal"
+            else normalized / constant(amax, 6.0)
+        )
+    raw = torch.where(raw.isnan(), torch.zeros_like(raw), raw)  # Inf / Inf, which the amax ignores
+    raw = raw.clamp(recipe.block_floor, recipe.block_ceiling)
+    codes = encode(raw, E4M3FN)
+    return Nvfp4Scales(outer.unsqueeze(-1), raw, codes, decode(codes, UE4M3))
+
+
+def _divide(values: Tensor, normalized: Tensor, scales: Nvfp4Scales, recipe: Nvfp4Recipe) -> Tensor:
+    block = scales.values.unsqueeze(-1)
+    if recipe.element_division in ("divide", "compare_scaled"):
+        divided = normalized / block
+    elif recipe.element_division == "divide_by_product":
+        divided = values / (block * scales.outer)
+    else:
+        divided = values * (constant(values, 1.0) / (block * scales.outer))
+    if recipe.zero_scale == "zero":
+        divided = divided.masked_fill(block == 0, 0.0)
+    return divided
+
+
+def _encode_elements(scaled: Tensor, recipe: Nvfp4Recipe) -> Tensor:
+    return encode(
+        scaled,
+        E2M1,
+        rounding=recipe.element_rounding,
+        negative_zero=recipe.negative_zero,
+        nan_code=recipe.nan_code,
+    )
+
+
+def _encode_by_comparison(values: Tensor, scales: Nvfp4Scales, recipe: Nvfp4Recipe) -> Tensor:
+    """E2M1 codes of values / block scale as if the quotient were exact.
+
+    A float32 quotient can round onto a midpoint that the exact one misses; c * S is exact. (With the 8 or 11
+    significant bits of bf16 and fp16 the quotient never gets that near, and dividing is the same.) The
+    rounded quotient is moved off the midpoint to the side that the comparison gives, then encoded like every
+    other.
+    """
+    block = scales.values.unsqueeze(-1)
+    magnitudes, divided = values.abs(), values / block
+    for midpoint in _E2M1_MIDPOINTS:
+        on_midpoint = divided.abs() == midpoint
+        above, below = magnitudes > block * midpoint, magnitudes < block * midpoint
+        divided = torch.where(on_midpoint & above, divided * 1.01, divided)
+        divided = torch.where(on_midpoint & below, divided * 0.99, divided)
+    return _encode_elements(divided, recipe)
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """sum_squares, rstd: float32 [T]. gamma: float32 [H]. normalized: bf16 [T, H]."""
+
+    sum_squares: Tensor
+    rstd: Tensor
+    gamma: Tensor
+    normalized: Tensor
+
+
+def rms_norm_bf16(
+    hidden: Tensor, norm_weight: Tensor, norm_eps: float, gain_center: float, *, rstd: Tensor | None = None
+) -> RmsNorm:
+    """bf16((h * rstd) * (weight + gain_center)) for hidden [T, H], each product rounded to float32.
+
+    Exact given rstd. The kernels sum the squares in an order that the compiler chose and use an approximate
+    reciprocal square root; here the squares are added by halves (column i and column i + n/2 of the first n,
+    the largest power of two not above H; columns past n are added first, to columns 0, 1, ...), and the root
+    is correctly rounded. rstd:
+    float32 [T], used instead of the computed one. Source: NUMERICS 3d.
+    """
+    values = hidden.float()
+    squares = values * values
+    sum_squares = _sum_by_halves(squares)
+    if rstd is None:
+        mean = sum_squares * constant(values, 1.0 / hidden.shape[1])
+        variance = mean + constant(values, norm_eps)
+        rstd = (1.0 / variance.double().sqrt()).float()
+    gamma = norm_weight.float() + constant(values, gain_center)
+    normalized = ((values * rstd.unsqueeze(-1)) * gamma).to(torch.bfloat16)
+    return RmsNorm(sum_squares, rstd, gamma, normalized)
+
+
+def _sum_by_halves(terms: Tensor) -> Tensor:
+    size = terms.shape[-1]
+    while size > 1:
+        half = 1 << ((size - 1).bit_length() - 1)  # the largest power of two below size
+        folded = terms[..., :half].clone()
+        folded[..., : size - half] += terms[..., half:size]
+        terms, size = folded, half
+    return terms[..., 0]
