@@ -203,7 +203,8 @@ def encode_ue8m0_scale(scales: Tensor, *, rounding: Rounding = "ceil", smallest:
     Source: NUMERICS 1.2 and 2.4.
     """
     _check_choice("rounding", rounding, Rounding)
-    magnitude = float_bits(scales) & _MAGNITUDE
+    # NaN is taken as inf, so that rounding up stays within 31 bits.
+    magnitude = (float_bits(scales) & _MAGNITUDE).clamp_max(_INFINITY)
     return (
         _round_shift(magnitude, torch.full_like(magnitude, 23), rounding).clamp(smallest, 254).to(torch.uint8)
     )

@@ -33,8 +33,6 @@ from reference._groups import check_hidden, constant, group_amax, row_chunks
 from reference.formats import E2M1, E4M3FN, UE4M3, decode, encode, pack_e2m1
 from reference.recipes import Nvfp4Recipe
 
-_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-
 
 @dataclass(frozen=True)
 class Nvfp4Groups:
@@ -79,7 +77,6 @@ def quantize_nvfp4(
     scaled = (
         torch.empty((num_tokens, num_columns), dtype=torch.float32, device=device) if intermediates else None
     )
-    narrow = hidden.dtype != torch.float32
     for rows in row_chunks(num_tokens, num_columns):
         values = hidden[rows].float().contiguous().view(-1, num_groups, recipe.group)
         amax[rows] = group_amax(values)
@@ -87,11 +84,7 @@ def quantize_nvfp4(
         outer_is_one = recipe.levels == "block" and global_scale == 1.0
         normalized = values if outer_is_one else values / scales.outer
         divided = _divide(values, normalized, scales, recipe)
-        if recipe.element_division == "compare_scaled" and not narrow:
-            chunk = _encode_by_comparison(normalized, scales, recipe)
-        else:
-            chunk = _encode_elements(divided, recipe)
-        codes[rows] = chunk.view(-1, num_columns)
+        codes[rows] = _encode_elements(divided, recipe).view(-1, num_columns)
         packed[rows] = pack_e2m1(codes[rows])
         if scaled is not None:
             scaled[rows] = divided.view(-1, num_columns)
@@ -136,12 +129,12 @@ def nvfp4_scales(amax: Tensor, recipe: Nvfp4Recipe, global_scale: float = 1.0) -
         # Division by a positive scale is monotone: the largest quotient is the quotient of the largest
         # magnitude.
         normalized = amax / outer
+        normalized = normalized.masked_fill(normalized.isnan(), 0.0)  # Inf / Inf, which the amax ignores
         raw = (
             normalized * sixth
             if recipe.block_division == "multiply_reciprocal"
             else normalized / constant(amax, 6.0)
         )
-    raw = torch.where(raw.isnan(), torch.zeros_like(raw), raw)  # Inf / Inf, which the amax ignores
     raw = raw.clamp(recipe.block_floor, recipe.block_ceiling)
     codes = encode(raw, E4M3FN)
     return Nvfp4Scales(outer.unsqueeze(-1), raw, codes, decode(codes, UE4M3))
@@ -150,6 +143,7 @@ def nvfp4_scales(amax: Tensor, recipe: Nvfp4Recipe, global_scale: float = 1.0) -
 def _divide(values: Tensor, normalized: Tensor, scales: Nvfp4Scales, recipe: Nvfp4Recipe) -> Tensor:
     block = scales.values.unsqueeze(-1)
     if recipe.element_division in ("divide", "compare_scaled"):
+        # The same: c * S is a float32, and its neighbours' quotients are over half an ulp away from the midpoint c.
         divided = normalized / block
     elif recipe.element_division == "divide_by_product":
         divided = values / (block * scales.outer)
@@ -168,24 +162,6 @@ def _encode_elements(scaled: Tensor, recipe: Nvfp4Recipe) -> Tensor:
         negative_zero=recipe.negative_zero,
         nan_code=recipe.nan_code,
     )
-
-
-def _encode_by_comparison(values: Tensor, scales: Nvfp4Scales, recipe: Nvfp4Recipe) -> Tensor:
-    """E2M1 codes of values / block scale as if the quotient were exact.
-
-    A float32 quotient can round onto a midpoint that the exact one misses; c * S is exact. (With the 8 or 11
-    significant bits of bf16 and fp16 the quotient never gets that near, and dividing is the same.) The
-    rounded quotient is moved off the midpoint to the side that the comparison gives, then encoded like every
-    other.
-    """
-    block = scales.values.unsqueeze(-1)
-    magnitudes, divided = values.abs(), values / block
-    for midpoint in _E2M1_MIDPOINTS:
-        on_midpoint = divided.abs() == midpoint
-        above, below = magnitudes > block * midpoint, magnitudes < block * midpoint
-        divided = torch.where(on_midpoint & above, divided * 1.01, divided)
-        divided = torch.where(on_midpoint & below, divided * 0.99, divided)
-    return _encode_elements(divided, recipe)
 
 
 @dataclass(frozen=True)
