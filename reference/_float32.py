@@ -1,4 +1,5 @@
-"""Float32 operations whose result must not depend on the library: exact fma, bf16 rounding, GPU minimum, NaN."""
+"""Float32 operations whose result must not depend on the library: exact fma, bf16 rounding, GPU minimum,
+NaN."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def canonical_nan(values: Tensor) -> Tensor:
 def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
     """a * b + c rounded once to float32. Arguments float32 (or Python floats that are float32 values).
 
-    The product is exact in float64. The float64 sum is rounded to odd (its last bit set if it is inexact), so that
-    rounding it to float32 cannot be a double rounding.
+    The product is exact in float64. The float64 sum is rounded to odd (its last bit set if it is inexact), so
+    that rounding it to float32 cannot be a double rounding.
     """
     device = a.device
     product = a.double() * torch.as_tensor(b, device=device).double()

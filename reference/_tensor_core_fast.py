@@ -1,14 +1,16 @@
 """The MMA arithmetic of ``reference.tensor_core`` arranged for speed; bit-identical to ``mma_step``.
 
-Where ``mma_step`` shifts 64-bit integers one product at a time, this module uses floats whose operations are exact:
+Where ``mma_step`` shifts 64-bit integers one product at a time, this module uses floats whose operations are
+exact:
 
-* A product of two operand values is exact in the working type, and so is its multiplication by a power of two.
-  ``trunc`` of it is the aligned term in units of the last kept bit. For 13 fraction bits and 32 products the terms
-  add up to less than 2^24, so float32 is the working type and sums are exact in any order; other rows use float64.
-* The largest exponent of a step is a matrix product in disguise: with operand x replaced by ``2**(g * exponent(x))``
-  (zero for zero) and ``2**g > k_step``, the product lies in ``[2**(g*E), 2**(g*(E+1)))`` whatever the order and
-  precision in which it is accumulated, so its exponent field gives E. Operands whose exponents span too much for
-  that (bf16 with extreme values) take the maximum product by product.
+* A product of two operand values is exact in the working type, and so is its multiplication by a power of
+  two. ``trunc`` of it is the aligned term in units of the last kept bit. For 13 fraction bits and 32 products
+  the terms add up to less than 2^24, so float32 is the working type and sums are exact in any order; other
+  rows use float64.
+* The largest exponent of a step is a matrix product in disguise: with operand x replaced by ``2**(g *
+  exponent(x))`` (zero for zero) and ``2**g > k_step``, the product lies in ``[2**(g*E), 2**(g*(E+1)))``
+  whatever the order and precision in which it is accumulated, so its exponent field gives E. Operands whose
+  exponents span too much for that (bf16 with extreme values) take the maximum product by product.
 * Groups of E2M1 products are small integers: a float32 matrix product adds them exactly.
 
 Outputs are cut into blocks whose products fit a cache; block sizes cannot change a bit.
@@ -18,24 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from reference._tensor_core_operands import OPERAND_FORMATS, decode_table
-
-if TYPE_CHECKING:
-    from reference.tensor_core import MmaFamily
+from reference._tensor_core_families import MmaFamily
+from reference._tensor_core_operands import OPERAND_FORMATS, Coded, CodedScales, decode_table, lookup
 
 # Products in flight at a time: on a CPU they should stay in the caches, on a GPU each launch should be
 # long enough to hide the host.
 _CPU_BLOCK_PRODUCTS = 1 << 19
 _GPU_BLOCK_PRODUCTS = 1 << 26
 _NO_EXPONENT = -(1 << 14)  # the largest exponent of products that are all zero
-
-_Codes = tuple[Tensor, str]
-_Scales = tuple[Tensor, Tensor, str]
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,8 @@ class _Float:
     bias: int
 
     def power_of_two(self, exponents: Tensor) -> Tensor:
-        """2**exponents, exponents of dtype ``integer``; those below the normal range give 0 or a smaller power."""
+        """2**exponents, exponents of dtype ``integer``; those below the normal range give 0 or a smaller
+        power."""
         return ((exponents + self.bias).clamp(0, 2 * self.bias) << self.fraction_bits).view(self.dtype)
 
     def exponent_field(self, values: Tensor) -> Tensor:
@@ -74,10 +71,12 @@ class _Terms:
     specials: Callable[[int], Tensor] | None
 
 
-def matmul(row: MmaFamily, a: _Codes, b: _Codes, scales: _Scales | None, accumulator: Tensor) -> Tensor:
-    """The K loop for checked arguments: codes [..., M, K] and [..., N, K], accumulator [..., M, N] float32."""
+def matmul(row: MmaFamily, a: Coded, b: Coded, scales: CodedScales | None, accumulator: Tensor) -> Tensor:
+    """The K loop for checked arguments: codes [..., M, K] and [..., N, K], accumulator [..., M, N]
+    float32."""
     if row.zero_exponent > -126:
-        # Then a zero product could outweigh a small accumulator, and no zero term may be left out of the maximum.
+        # Then a zero product could outweigh a small accumulator, and no zero term may be left out of the
+        # maximum.
         raise ValueError(f"family: zero_exponent must be at most -126, got {row.zero_exponent}")
     (a_codes, a_name), (b_codes, b_name) = a, b
     (m, k), n = a_codes.shape[-2:], b_codes.shape[-2]
@@ -118,8 +117,8 @@ def _blocks(out: Tensor, k_step: int) -> Iterator[tuple[slice, slice, slice]]:
     batch_size = max(outputs // (m_size * n_size), 1)
     for i in range(0, batch, batch_size):
         for j in range(0, m, m_size):
-            for l in range(0, n, n_size):
-                yield slice(i, i + batch_size), slice(j, j + m_size), slice(l, l + n_size)
+            for h in range(0, n, n_size):
+                yield slice(i, i + batch_size), slice(j, j + m_size), slice(h, h + n_size)
 
 
 def _step(row: MmaFamily, work: _Float, terms: _Terms, step: int, c: Tensor) -> Tensor:
@@ -127,8 +126,8 @@ def _step(row: MmaFamily, work: _Float, terms: _Terms, step: int, c: Tensor) -> 
     c_exponent = (_F32.exponent_field(c).clamp(min=1) - 127).to(work.integer)
     c_exponent = torch.where(c == 0, row.zero_exponent, c_exponent)
     largest = torch.maximum(terms.largest[step], c_exponent)
-    # Two factors, because 2**(fraction_bits - largest) can leave the type's range where the result does not. A
-    # factor that underflows belongs to an accumulator far below the last kept bit.
+    # Two factors, because 2**(fraction_bits - largest) can leave the type's range where the result does not.
+    # A factor that underflows belongs to an accumulator far below the last kept bit.
     shift = row.fraction_bits - largest
     half = shift >> 1
     aligned = c.to(work.dtype) * work.power_of_two(half) * work.power_of_two(shift - half)
@@ -155,31 +154,31 @@ def _step(row: MmaFamily, work: _Float, terms: _Terms, step: int, c: Tensor) -> 
 
 def _steps_first(codes: Tensor, k_step: int) -> Tensor:
     """[batch, rows, K] -> [steps, batch, k_step, rows]."""
-    return codes.unflatten(-1, (-1, k_step)).permute(2, 0, 3, 1).contiguous()
+    return codes.reshape(*codes.shape[:2], -1, k_step).permute(2, 0, 3, 1).contiguous()
 
 
 def _special_products(
-    operands: tuple[_Codes, _Codes], scales: _Scales | None, k_step: int
+    operands: tuple[Coded, Coded], scales: CodedScales | None, k_step: int
 ) -> Callable[[int, slice, slice, slice], Tensor] | None:
     """NaN and Inf of a step's products, or None if no operand or scale has any."""
-    unusual, exact = False, []
-    for codes, name in operands:
-        table = decode_table(name, codes.device)
-        unusual |= bool((table.specials[codes] != 0).any())
-        exact.append(_steps_first((table.values + table.specials)[codes], k_step))
-    scale_specials: list[Tensor] = []
-    if scales is not None:
-        for codes in scales[:2]:
-            table = decode_table(scales[2], codes.device)
-            unusual |= bool((table.specials[codes] != 0).any())
-            steps = operands[0][0].shape[-1] // k_step
-            scale_specials.append(table.specials[codes].unflatten(-1, (steps, -1)).sum(-1))
-    if not unusual:
+    coded = list(operands) + ([(codes, scales[2]) for codes in scales[:2]] if scales is not None else [])
+    tables = [decode_table(name, codes.device) for codes, name in coded]
+    if not any(
+        table.has_specials and bool(lookup(table.is_special, codes).any())
+        for (codes, _), table in zip(coded, tables, strict=True)
+    ):
         return None
+    left, right = (
+        lookup(table.values + table.specials, _steps_first(codes, k_step))
+        for (codes, _), table in zip(coded[:2], tables[:2], strict=True)
+    )
+    scale_specials = [
+        lookup(table.specials, codes).reshape(*codes.shape[:2], left.shape[0], -1).sum(-1)
+        for (codes, _), table in zip(coded[2:], tables[2:], strict=True)
+    ]
 
     def specials(step: int, batch: slice, rows: slice, columns: slice) -> Tensor:
-        left, right = exact[0][step, batch, :, rows], exact[1][step, batch, :, columns]
-        total = left.transpose(-1, -2) @ right
+        total = left[step, batch, :, rows].transpose(-1, -2) @ right[step, batch, :, columns]
         total = torch.where(total.isfinite(), 0.0, total)
         if scale_specials:
             total = (
@@ -193,20 +192,20 @@ def _special_products(
 
 
 def _product_terms(
-    row: MmaFamily, work: _Float, a: _Codes, b: _Codes, scales: _Scales | None
+    row: MmaFamily, work: _Float, a: Coded, b: Coded, scales: CodedScales | None
 ) -> Callable[[slice, slice, slice], _Terms]:
     """Families that align every product."""
     values = []
     for codes, name in (a, b):
         table = decode_table(name, codes.device)
-        values.append(_steps_first(table.values.to(work.dtype)[codes], row.k_step))
+        values.append(lookup(table.values.to(work.dtype), _steps_first(codes, row.k_step)))
     largest_of = _largest_exponent(row, work, a, b)
     specials_of = _special_products((a, b), scales, row.k_step)
     scale_exponents = []
     if scales is not None:
         for codes in scales[:2]:
             table = decode_table(scales[2], codes.device)
-            scale_exponents.append(table.exponents[codes].permute(2, 0, 1).to(work.integer))
+            scale_exponents.append(lookup(table.exponents, codes).permute(2, 0, 1).to(work.integer))
 
     def terms(batch: slice, rows: slice, columns: slice) -> _Terms:
         left, right = values[0][:, batch, :, rows, None], values[1][:, batch, :, None, columns]
@@ -235,19 +234,12 @@ def _product_terms(
 
 
 def _largest_exponent(
-    row: MmaFamily, work: _Float, a: _Codes, b: _Codes
+    row: MmaFamily, work: _Float, a: Coded, b: Coded
 ) -> Callable[[slice, slice, slice], Tensor]:
     """The largest exponent among the non-zero products of each step, as [steps, batch, m, n]."""
-    exponents, nonzero, middle, span = [], [], [], 0
+    middle, span = [], 0
     for codes, name in (a, b):
-        table = decode_table(name, codes.device)
-        exponent, present = table.exponents[codes], table.significands[codes] != 0
-        low, high = table.min_exponent, table.max_exponent
-        if OPERAND_FORMATS[name].bits > 8:  # the format's own range is too wide: take the data's
-            low = int(torch.where(present, exponent, high).min())
-            high = max(int(torch.where(present, exponent, low).max()), low)
-        exponents.append(exponent)
-        nonzero.append(present)
+        low, high = _exponent_range(codes, name)
         middle.append((low + high) // 2)
         span += high - low + 2  # the middles may be off by half
     gap = row.k_step.bit_length()  # 2**gap > k_step
@@ -255,14 +247,13 @@ def _largest_exponent(
         if gap * (span // 2 + 1) + gap < probe.bias - 1:
             break
     else:
-        return _largest_exponent_by_product(row, work, exponents, nonzero)
-    powers = [
-        torch.where(present, probe.power_of_two((exponent - mid).to(probe.integer) * gap), 0.0)
-        .unflatten(-1, (-1, row.k_step))
-        .permute(2, 0, 1, 3)
-        .contiguous()
-        for exponent, present, mid in zip(exponents, nonzero, middle, strict=True)
-    ]
+        return _largest_exponent_by_product(row, work, a, b)
+    powers = []
+    for (codes, name), mid in zip((a, b), middle, strict=True):
+        table = decode_table(name, codes.device)
+        power = probe.power_of_two((table.exponents - mid).to(probe.integer) * gap)
+        power = torch.where(table.significands != 0, power, 0.0)
+        powers.append(lookup(power, codes).reshape(*codes.shape[:2], -1, row.k_step).permute(2, 0, 1, 3))
     offset = gap * (probe.bias // gap + 1) - probe.bias
     inverse = (1 << 16) // gap + 1  # floor(x / gap) for the small x of an exponent field
 
@@ -275,13 +266,26 @@ def _largest_exponent(
     return largest
 
 
+def _exponent_range(codes: Tensor, name: str) -> tuple[int, int]:
+    """Bounds of the exponents of an operand: the format's, or the data's where the format's range is wide."""
+    table = decode_table(name, codes.device)
+    if OPERAND_FORMATS[name].bits <= 8:
+        return table.min_exponent, table.max_exponent
+    exponents = lookup(torch.where(table.significands != 0, table.exponents, table.min_exponent), codes)
+    high = int(exponents.max())
+    exponents = lookup(torch.where(table.significands != 0, table.exponents, high), codes)
+    return min(int(exponents.min()), high), high
+
+
 def _largest_exponent_by_product(
-    row: MmaFamily, work: _Float, exponents: list[Tensor], nonzero: list[Tensor]
+    row: MmaFamily, work: _Float, a: Coded, b: Coded
 ) -> Callable[[slice, slice, slice], Tensor]:
-    left, right = (
-        _steps_first(torch.where(present, exponent, _NO_EXPONENT // 2).short(), row.k_step)
-        for exponent, present in zip(exponents, nonzero, strict=True)
-    )
+    operands = []
+    for codes, name in (a, b):
+        table = decode_table(name, codes.device)
+        exponents = torch.where(table.significands != 0, table.exponents, _NO_EXPONENT // 2).short()
+        operands.append(lookup(exponents, _steps_first(codes, row.k_step)))
+    left, right = operands
 
     def largest(batch: slice, rows: slice, columns: slice) -> Tensor:
         steps = []
@@ -294,7 +298,7 @@ def _largest_exponent_by_product(
 
 
 def _group_terms(
-    row: MmaFamily, a: _Codes, b: _Codes, scales: _Scales
+    row: MmaFamily, a: Coded, b: Coded, scales: CodedScales
 ) -> Callable[[slice, slice, slice], _Terms]:
     """Families that add groups of products exactly and align the scaled groups."""
     assert row.scale_group is not None
@@ -302,19 +306,21 @@ def _group_terms(
     repeats = row.scale_group // row.exact_group
     values, exponents, significands = [], [], []
     for (codes, name), scale_codes in zip((a, b), scales[:2], strict=True):
-        value = decode_table(name, codes.device).values.float()[codes]
-        values.append(value.unflatten(-1, (-1, groups, row.exact_group)).permute(2, 3, 0, 1, 4).contiguous())
+        value = lookup(decode_table(name, codes.device).values.float(), codes)
+        values.append(
+            value.reshape(*codes.shape[:2], -1, groups, row.exact_group).permute(2, 3, 0, 1, 4).contiguous()
+        )
         table = decode_table(scales[2], codes.device)
         scale = (
             scale_codes.repeat_interleave(repeats, -1)
-            .unflatten(-1, (-1, groups))
+            .reshape(*scale_codes.shape[:2], -1, groups)
             .permute(2, 3, 0, 1)
             .contiguous()
         )
-        exponents.append(table.exponents[scale])
+        exponents.append(lookup(table.exponents, scale))
         # The significand as a value in [1, 2), below 1 for a subnormal scale.
         significands.append(
-            table.significands[scale].double() * 2.0 ** -OPERAND_FORMATS[scales[2]].fraction_bits
+            lookup(table.significands, scale).double() * 2.0 ** -OPERAND_FORMATS[scales[2]].fraction_bits
         )
     specials_of = _special_products((a, b), scales, row.k_step)
 

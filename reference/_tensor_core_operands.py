@@ -1,19 +1,24 @@
 """Operands of the tensor-core models: codes -> exact values, significands and exponents.
 
 An operand number is ``significand * 2**(exponent - fraction_bits)``: the significand is a signed integer, in
-[2^f, 2^(f+1)) for a normal number and below 2^f for a subnormal one, which has the format's smallest exponent. The
-multiplier of a tensor core takes the number apart in this way and never renormalizes a subnormal.
+[2^f, 2^(f+1)) for a normal number and below 2^f for a subnormal one, which has the format's smallest
+exponent. The multiplier of a tensor core takes the number apart in this way and never renormalizes a
+subnormal.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from reference._tensor_core_families import MmaFamily, get_family
 from reference.formats import FORMATS, Format
+
+Coded = tuple[Tensor, str]  # codes and the name of their format
+CodedScales = tuple[Tensor, Tensor, str]  # scale codes of a and b, and the name of their format
 
 # Formats that occur only as operands of an MMA; the others are those of reference.formats.
 #                      bits exp frac bias sign zero subn -0 inf nans
@@ -38,29 +43,32 @@ _CODE_DTYPES = {
     torch.float16: ("fp16", torch.int16),
     torch.float8_e8m0fnu: ("ue8m0", torch.uint8),
 }
-FORMAT_OF_DTYPE = {dtype: name for dtype, (name, _) in _CODE_DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class DecodeTable:
-    """One row a code: ``significands`` int64 (0 for NaN and Inf), ``exponents`` int64, ``specials`` float64 (the
-    value of NaN and Inf codes, 0 elsewhere), ``values`` float64 (finite values, 0 for NaN and Inf)."""
+    """One row a code: ``significands`` int64 (0 for NaN and Inf), ``exponents`` int64, ``specials`` float64
+    (the value of NaN and Inf codes, 0 elsewhere), ``values`` float64 (finite values, 0 for NaN and Inf),
+    ``is_special``."""
 
     significands: Tensor
     exponents: Tensor
     specials: Tensor
     values: Tensor
+    is_special: Tensor
+    has_specials: bool
     min_exponent: int
     max_exponent: int
 
 
-@lru_cache(maxsize=None)
+@cache
 def decode_table(name: str, device: torch.device) -> DecodeTable:
     """The table of one operand format (``e4m3``, ``bf16`` ...) on a device."""
     fmt = OPERAND_FORMATS[name]
     codes = torch.arange(1 << 8 if fmt.bits < 8 else 1 << fmt.bits)
     field_bits = fmt.exponent_bits + fmt.fraction_bits
-    # Bits above the format's own width are ignored: an E2M1 code in a byte, the sign bit of an unsigned scale.
+    # Bits above the format's own width are ignored: an E2M1 code in a byte, the sign bit of an unsigned
+    # scale.
     magnitude = codes & ((1 << field_bits) - 1)
     sign = 1 - 2 * (codes >> field_bits & 1) * fmt.is_signed
     field, fraction = magnitude >> fmt.fraction_bits, magnitude & ((1 << fmt.fraction_bits) - 1)
@@ -78,10 +86,23 @@ def decode_table(name: str, device: torch.device) -> DecodeTable:
     exponents[special] = min_exponent
     values = significands.double() * power_of_two(exponents - fmt.fraction_bits)
     return DecodeTable(
-        *(t.to(device) for t in (significands, exponents, specials, values)),
+        significands=significands.to(device),
+        exponents=exponents.to(device),
+        specials=specials.to(device),
+        values=values.to(device),
+        is_special=special.to(device),
+        has_specials=bool(special.any()),
         min_exponent=min_exponent,
         max_exponent=int(exponents.max()),
     )
+
+
+def lookup(table: Tensor, codes: Tensor) -> Tensor:
+    """``table[codes]`` for integer codes of any shape (int16 codes count from 0 to 65535)."""
+    index = codes.reshape(-1).int()
+    if codes.dtype == torch.int16:
+        index &= 0xFFFF
+    return table.index_select(0, index).view(codes.shape)
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
@@ -90,10 +111,11 @@ def power_of_two(exponents: Tensor) -> Tensor:
 
 
 def to_codes(tensor: Tensor, fmt: str | None, argument: str) -> tuple[Tensor, str]:
-    """(int codes, format name) of an operand given as codes (integer dtype) or as a tensor of its own dtype.
+    """(codes as uint8 or int16, format name) of an operand given as codes (integer dtype) or as a tensor of
+    its own dtype.
 
-    uint8 codes for formats of at most eight bits, int16 or uint16 for bf16 and fp16. TypeError or ValueError naming
-    ``argument`` if dtype and format do not fit together.
+    uint8 codes for formats of at most eight bits, int16 or uint16 for bf16 and fp16. TypeError or ValueError
+    naming ``argument`` if dtype and format do not fit together.
     """
     if tensor.dtype in _CODE_DTYPES:
         name, view = _CODE_DTYPES[tensor.dtype]
@@ -112,6 +134,70 @@ def to_codes(tensor: Tensor, fmt: str | None, argument: str) -> tuple[Tensor, st
         if tensor.dtype not in expected:
             raise TypeError(f"{argument}: expected codes of dtype {expected} for {name}, got {tensor.dtype}")
         codes = tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor
-    if codes.dtype == torch.int16:
-        return codes.int() & 0xFFFF, name
-    return codes.int(), name
+    return codes, name
+
+
+def accumulator_or_zero(accumulator: Tensor | None, a: Coded, b: Coded) -> Tensor:
+    """The accumulator [..., M, N] after checks, or zeros. TypeError or ValueError naming it."""
+    shape, device = (*a[0].shape[:-1], b[0].shape[-2]), a[0].device
+    if accumulator is None:
+        return torch.zeros(shape, dtype=torch.float32, device=device)
+    if accumulator.dtype != torch.float32:
+        raise TypeError(f"accumulator: expected float32, got {accumulator.dtype}")
+    if accumulator.shape != shape or accumulator.device != device:
+        got = f"{list(accumulator.shape)} on {accumulator.device}"
+        raise ValueError(f"accumulator: expected shape {list(shape)} on {device}, got {got}")
+    return accumulator
+
+
+def check_operands(
+    family: MmaFamily | str, a: tuple[Tensor, str | None], b: tuple[Tensor, str | None]
+) -> tuple[MmaFamily, Coded, Coded]:
+    """Family row and coded operands of a product [..., M, K] x [..., N, K]. TypeError or ValueError."""
+    row = get_family(family)
+    operands = []
+    for argument, (tensor, fmt) in (("a_codes", a), ("b_codes", b)):
+        default = row.operand_formats[0] if len(row.operand_formats) == 1 else None
+        codes, name = to_codes(tensor, fmt or default, argument)
+        if name not in row.operand_formats:
+            raise ValueError(f"{argument}: {row.name} takes {row.operand_formats}, got {name}")
+        if codes.dim() < 2:
+            raise ValueError(f"{argument}: expected at least two dimensions, got shape {list(codes.shape)}")
+        operands.append((codes, name))
+    (a_codes, _), (b_codes, _) = operands
+    k = a_codes.shape[-1]
+    if b_codes.shape[-1] != k or a_codes.shape[:-2] != b_codes.shape[:-2] or a_codes.device != b_codes.device:
+        raise ValueError(
+            f"b_codes: expected [..., N, K] with the K, leading dimensions and device of a_codes "
+            f"{list(a_codes.shape)} on {a_codes.device}, got {list(b_codes.shape)} on {b_codes.device}"
+        )
+    if k % row.k_step:
+        raise ValueError(f"a_codes: K must be a multiple of {row.k_step} for {row.name}, got {k}")
+    return row, operands[0], operands[1]
+
+
+def check_scales(
+    row: MmaFamily, a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None], scale_format: str | None
+) -> CodedScales | None:
+    """Coded scales of (operand codes, scales or None) for each side; None for a family without scales."""
+    given = (("a_scales", *a), ("b_scales", *b))
+    if row.scale_group is None:
+        for argument, _, scales in given:
+            if scales is not None:
+                raise ValueError(f"{argument}: {row.name} takes no scales")
+        return None
+    name = scale_format or row.scale_formats[0]
+    if name not in row.scale_formats:
+        raise ValueError(f"scale_format: {row.name} takes {row.scale_formats}, got {scale_format!r}")
+    checked = []
+    for argument, operand, scales in given:
+        if scales is None:
+            raise ValueError(f"{argument}: {row.name} needs scales")
+        is_e4m3 = name == "ue4m3" and scales.dtype == torch.float8_e4m3fn
+        codes, _ = to_codes(scales.view(torch.uint8) if is_e4m3 else scales, name, argument)
+        expected = [*operand.shape[:-1], operand.shape[-1] // row.scale_group]
+        if list(codes.shape) != expected or codes.device != operand.device:
+            got = f"{list(codes.shape)} on {codes.device}"
+            raise ValueError(f"{argument}: expected shape {expected} on {operand.device}, got {got}")
+        checked.append(codes)
+    return checked[0], checked[1], name

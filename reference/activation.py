@@ -6,15 +6,15 @@ A gated activation takes the two halves of the first product, gate g and up u, e
     swiglustep  the same, but the clamp of g applies to g * sigmoid(g)
     situ        p = (alpha * tanh(g / alpha) * sigmoid(g)) * (beta * tanh(u / beta))
 
-What decides the last bit is written down in ``ActivationRecipe``: whether g and u are rounded to bf16 first (SM100)
-or not (SM90), and whether g is divided by ``1 + exp(-z)`` or multiplied by its reciprocal. Fast math replaces exp
-and the reciprocal by instructions that are not correctly rounded:
+What decides the last bit is written down in ``ActivationRecipe``: whether g and u are rounded to bf16 first
+(SM100) or not (SM90), and whether g is divided by ``1 + exp(-z)`` or multiplied by its reciprocal. Fast math
+replaces exp and the reciprocal by instructions that are not correctly rounded:
 
     exp(-z)     ex2.approx(fl(-z * fl(log2 e)))
     1 / d       rcp.approx.ftz(d)
 
-and without fast math exp is CUDA's expf, itself built on ex2.approx: none of them is the correctly rounded value.
-The three instructions behind them (MUFU.EX2, MUFU.RCP, MUFU.RSQ) are modelled in ``reference._mufu``.
+and without fast math exp is CUDA's expf, itself built on ex2.approx: none of them is the correctly rounded
+value. The three instructions behind them (MUFU.EX2, MUFU.RCP, MUFU.RSQ) are modelled in ``reference._mufu``.
 
 Source: NUMERICS 8.2, 8.7, 8.8 and 17; the instruction sequences are what nvcc 13.0 generates for sm_90a.
 """
@@ -65,7 +65,8 @@ def rsqrt_approx_ftz(values: Tensor) -> Tensor:
 
 
 def ex2_approx(values: Tensor) -> Tensor:
-    """``ex2.approx.f32``: below -126 the square of the result for half the exponent, which may be subnormal."""
+    """``ex2.approx.f32``: below -126 the square of the result for half the exponent, which may be
+    subnormal."""
     values = _float32(values)
     small = values < -126.0
     result = ex2(torch.where(small, values * 0.5, values))
@@ -112,8 +113,9 @@ def _float32(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ActivationRecipe:
-    """input_rounding: gate, up and the clamp bound are rounded to bf16 first, or stay float32. sigmoid (without fast
-    math): ``g / d`` or ``g * (1 / d)``. up_nan: which bound a NaN up value becomes when clamped."""
+    """input_rounding: gate, up and the clamp bound are rounded to bf16 first, or stay float32. sigmoid
+    (without fast math): ``g / d`` or ``g * (1 / d)``. up_nan: which bound a NaN up value becomes when
+    clamped."""
 
     name: str
     input_rounding: Literal["bf16", "none"]
@@ -142,11 +144,13 @@ def swiglu(
     step: bool = False,
     recipe: ActivationRecipe | str = "sm90",
 ) -> Tensor:
-    """``(g * sigmoid(alpha * g)) * (u + beta)`` in the order and precision of the kernels; float32, same shape.
+    """``(g * sigmoid(alpha * g)) * (u + beta)`` in the order and precision of the kernels; float32, same
+    shape.
 
-    clamp: bound c, g <= c and -c <= u <= c; None (or Inf) leaves both alone. step: ``swiglustep``, the bound applies
-    to ``g * sigmoid(alpha * g)`` instead of g, unrounded. swigluoai is alpha = 1.702, beta = 1 with a clamp.
-    TypeError unless gate and up are float32, ValueError unless their shapes agree and clamp is positive.
+    clamp: bound c, g <= c and -c <= u <= c; None (or Inf) leaves both alone. step: ``swiglustep``, the bound
+    applies to ``g * sigmoid(alpha * g)`` instead of g, unrounded. swigluoai is alpha = 1.702, beta = 1 with a
+    clamp. TypeError unless gate and up are float32, ValueError unless their shapes agree and clamp is
+    positive.
     """
     row = _recipe(recipe)
     gate, up = _gate_and_up(gate, up)
@@ -182,7 +186,8 @@ def situ(
     recipe: ActivationRecipe | str = "sm100",
 ) -> Tensor:
     """SiTU: ``(alpha tanh(g / alpha) sigmoid(g)) * (beta tanh(u / beta))``, beta 0 leaves u; tanh(v) is
-    ``2 sigmoid(2v) - 1`` and the divisions are multiplications by the float32 reciprocal. Shapes as ``swiglu``."""
+    ``2 sigmoid(2v) - 1`` and the divisions are multiplications by the float32 reciprocal. Shapes as
+    ``swiglu``."""
     row = _recipe(recipe)
     gate, up = _gate_and_up(gate, up)
     if alpha == 0.0:

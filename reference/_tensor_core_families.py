@@ -1,0 +1,66 @@
+"""The instruction families of ``reference.tensor_core``, one row each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+_F8F6F4 = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
+
+
+@dataclass(frozen=True)
+class MmaFamily:
+    """Arithmetic of one instruction family.
+
+    k_step: products per fused step. fraction_bits: bits kept below the largest exponent when terms are
+    aligned. output_fraction_bits: fraction bits of the result (23 = float32). scale_format, scale_group:
+    block scales and how many k share one, None without. exact_group: products summed exactly before alignment
+    (1: none). zero_exponent: exponent of a term that is zero. nan_bits: the float32 pattern of every NaN
+    result. evidence: "hardware" if compared with the instruction itself, "literature" otherwise.
+    """
+
+    name: str
+    instruction: str
+    operand_formats: tuple[str, ...]
+    k_step: int
+    fraction_bits: int
+    output_fraction_bits: int
+    scale_formats: tuple[str, ...] = ()
+    scale_group: int | None = None
+    exact_group: int = 1
+    zero_exponent: int = -133
+    nan_bits: int = 0x7FFFFFFF
+    evidence: Literal["hardware", "literature"] = "literature"
+
+
+FAMILIES: dict[str, MmaFamily] = {
+    row.name: row
+    for row in (
+        MmaFamily("hopper_fp8", "wgmma .f32.e4m3/.e5m2", ("e4m3", "e5m2"), 32, 13, 13),
+        MmaFamily("hopper_bf16", "wgmma .f32.bf16/.f16", ("bf16", "fp16"), 16, 25, 23),
+        MmaFamily("blackwell_f8f6f4", "tcgen05.mma kind::f8f6f4", _F8F6F4, 32, 25, 23),
+        MmaFamily("blackwell_bf16", "tcgen05.mma kind::f16", ("bf16", "fp16"), 16, 25, 23),
+        MmaFamily("blackwell_mxf8f6f4", "tcgen05.mma kind::mxf8f6f4", _F8F6F4, 32, 25, 23, ("ue8m0",), 32),
+        MmaFamily("blackwell_mxf4", "tcgen05.mma kind::mxf4", ("e2m1",), 64, 35, 23, ("ue8m0",), 32, 16),
+        MmaFamily(
+            "blackwell_mxf4nvf4",
+            "tcgen05.mma kind::mxf4nvf4",
+            ("e2m1",),
+            64,
+            35,
+            23,
+            ("ue4m3", "ue8m0"),
+            16,
+            16,
+        ),
+    )
+}
+
+
+def get_family(family: MmaFamily | str) -> MmaFamily:
+    """A family by name; a row is passed through. ValueError for an unknown name."""
+    if isinstance(family, MmaFamily):
+        return family
+    if family not in FAMILIES:
+        raise ValueError(f"family: expected one of {sorted(FAMILIES)}, got {family!r}")
+    return FAMILIES[family]
