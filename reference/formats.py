@@ -218,7 +218,10 @@ def pack_e2m1(codes: Tensor) -> Tensor:
     """
     if codes.shape[-1] % 2:
         raise ValueError(f"codes: expected an even number of columns, got {codes.shape[-1]}")
-    pairs = codes.contiguous().view(torch.int16)  # bits 3..0 the even column, bits 11..8 the odd one
+    codes = codes.contiguous()
+    if codes.storage_offset() % 2:
+        codes = codes.clone()
+    pairs = codes.view(torch.int16)  # bits 3..0 the even column, bits 11..8 the odd one
     return (pairs | (pairs >> 4)).to(torch.uint8)
 
 

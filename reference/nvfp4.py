@@ -143,7 +143,7 @@ def nvfp4_scales(amax: Tensor, recipe: Nvfp4Recipe, global_scale: float = 1.0) -
 def _divide(values: Tensor, normalized: Tensor, scales: Nvfp4Scales, recipe: Nvfp4Recipe) -> Tensor:
     block = scales.values.unsqueeze(-1)
     if recipe.element_division in ("divide", "compare_scaled"):
-        # The same: c * S is a float32, and its neighbours' quotients are over half an ulp away from the midpoint c.
+        # The same: c * S is a float32, and its neighbours' quotients are over half an ulp away from c.
         divided = normalized / block
     elif recipe.element_division == "divide_by_product":
         divided = values / (block * scales.outer)
