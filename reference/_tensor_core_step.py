@@ -52,7 +52,7 @@ def _terms(
     assert row.scale_group is not None
     smallest = sum(decode_table(name, codes.device).min_exponent for codes, name in (a, b))
     units = significands << exponents - smallest
-    units = units.reshape(*units.shape[:-1], -1, row.exact_group)
+    units = units.reshape(*units.shape[:-1], row.k_step // row.exact_group, row.exact_group)
     repeats = row.scale_group // row.exact_group
     scale_sig, scale_exp = scale_sig.repeat_interleave(repeats, -1), scale_exp.repeat_interleave(repeats, -1)
     is_zero = (units == 0).all(-1) | (scale_sig == 0)

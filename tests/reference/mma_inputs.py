@@ -1,15 +1,14 @@
-"""Operands and accumulators that bring out every rule of an MMA step, by category, on any device. Not a test module."""
+"""Operands and accumulators that bring out every rule of an MMA step, by category, on any device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from reference._tensor_core_operands import OPERAND_FORMATS, power_of_two
-
-Draw = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def _uniform(shape: tuple[int, ...], low: int, high: int, generator: torch.Generator) -> Tensor:
@@ -40,10 +39,10 @@ def any_codes(name: str, shape: tuple[int, ...], generator: torch.Generator) -> 
 
 
 def normal_codes(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Normal data scaled to the format (eight bits: largest value of a row 448 or so), rounded toward zero."""
+    """Normal data scaled to the format (of eight bits: up to its largest value), rounded toward zero."""
     fmt = OPERAND_FORMATS[name]
     values = torch.randn(shape, generator=generator, device=generator.device)
-    if fmt.bits <= 8:
+    if fmt.bits <= 8 and values.numel():
         values = values / values.abs().amax(-1, keepdim=True) * fmt.max_value
     exponent = torch.frexp(values)[1] - 1
     field = (exponent + fmt.bias).clamp(min=1)
@@ -59,10 +58,6 @@ def floats(shape: tuple[int, ...], low: int, high: int, generator: torch.Generat
     return (pattern | -_uniform(shape, 0, 2, generator) << 31).to(torch.int32).view(torch.float32)
 
 
-def _zeros(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.zeros(shape, device=generator.device)
-
-
 def _keep(codes: Tensor, name: str, share: float, generator: torch.Generator) -> Tensor:
     """All but a share of the codes replaced by zeros of either sign."""
     kept = torch.rand(codes.shape, generator=generator, device=codes.device) < share
@@ -72,124 +67,129 @@ def _keep(codes: Tensor, name: str, share: float, generator: torch.Generator) ->
 
 def _edges(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Finite codes whose fraction is all zeros or all ones."""
-    fraction = (1 << OPERAND_FORMATS[name].fraction_bits) - 1
+    fmt = OPERAND_FORMATS[name]
+    fraction = (1 << fmt.fraction_bits) - 1
     codes = moderate_codes(name, shape, generator)
-    ones = torch.where(codes & ~0 | fraction > codes | fraction, codes, codes | fraction)
-    picked = torch.where(_uniform(shape, 0, 2, generator) == 0, codes & ~fraction, ones)
-    magnitude = picked & ((1 << OPERAND_FORMATS[name].bits - 1) - 1)
-    return torch.where(magnitude > OPERAND_FORMATS[name].max_code, codes, picked)
+    picked = torch.where(_uniform(shape, 0, 2, generator) == 0, codes & ~fraction, codes | fraction)
+    return torch.where(picked & ((1 << fmt.bits - 1) - 1) > fmt.max_code, codes, picked)
 
 
-def _cancelling(a: Tensor, b: Tensor, b_name: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class _Problem:
+    """Formats, shapes and the generator of one draw, with the operands that most categories start from."""
+
+    names: tuple[str, str]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    out: tuple[int, ...]
+    generator: torch.Generator
+
+    def operands(self, draw_codes: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        a, b = (
+            draw_codes(name, shape, self.generator)
+            for name, shape in zip(self.names, self.shapes, strict=True)
+        )
+        return a, b
+
+    def floats(self, low: int, high: int) -> Tensor:
+        return floats(self.out, low, high, self.generator)
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.out, device=self.generator.device)
+
+    def keep(self, codes: tuple[Tensor, Tensor], shares: tuple[float, float]) -> tuple[Tensor, Tensor]:
+        a, b = (_keep(c, n, s, self.generator) for c, n, s in zip(codes, self.names, shares, strict=True))
+        return a, b
+
+    @property
+    def k(self) -> int:
+        return self.shapes[0][-1]
+
+
+def _cancelling(p: _Problem, draw_codes: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
     """Neighbouring products made opposite, except in a few places."""
-    even = torch.rand(a[..., ::2].shape, generator=generator, device=a.device) < 0.9
-    a, b = a.clone(), b.clone()
-    a[..., 1::2] = torch.where(even, a[..., ::2], a[..., 1::2])
-    sign = 1 << (OPERAND_FORMATS[b_name].bits - 1)
-    b[..., 1::2] = torch.where(
-        torch.rand(b[..., ::2].shape, generator=generator, device=b.device) < 0.95,
-        b[..., ::2] ^ sign,
-        b[..., 1::2],
-    )
+    a, b = p.operands(draw_codes)
+    same = torch.rand(a[..., ::2].shape, generator=p.generator, device=a.device) < 0.9
+    a[..., 1::2] = torch.where(same, a[..., ::2], a[..., 1::2])
+    opposite = torch.rand(b[..., ::2].shape, generator=p.generator, device=b.device) < 0.95
+    sign = 1 << (OPERAND_FORMATS[p.names[1]].bits - 1)
+    b[..., 1::2] = torch.where(opposite, b[..., ::2] ^ sign, b[..., 1::2])
     return a, b
+
+
+def _negative_zeros(p: _Problem) -> tuple[Tensor, Tensor, Tensor]:
+    a, b = p.keep(p.operands(moderate_codes), (0.0, 1.0))
+    signs = [1 << (OPERAND_FORMATS[name].bits - 1) for name in p.names]
+    return a | signs[0], b & ~signs[1], -p.zeros()
+
+
+def _subnormal(p: _Problem) -> tuple[Tensor, Tensor, Tensor]:
+    a, b = p.operands(moderate_codes)
+    formats = [OPERAND_FORMATS[name] for name in p.names]
+    a = a & ((1 << formats[0].fraction_bits) - 1 | 1 << (formats[0].bits - 1))
+    half = _uniform(p.shapes[1], 0, 2, p.generator) == 0
+    return a, torch.where(half, b & ((1 << formats[1].fraction_bits) - 1), b), p.floats(0, 110)
+
+
+def _smallest(p: _Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Subnormal and smallest normal numbers on both sides."""
+    a, b = p.operands(moderate_codes)
+    masks = [(2 << OPERAND_FORMATS[name].fraction_bits) - 1 for name in p.names]
+    return a & masks[0], b & masks[1], p.floats(0, 3)
+
+
+def _special_operands(p: _Problem) -> tuple[Tensor, Tensor, Tensor]:
+    mixed = []
+    for usual, unusual in zip(p.operands(moderate_codes), p.operands(any_codes), strict=True):
+        chosen = torch.rand(usual.shape, generator=p.generator, device=usual.device) < 0.3 / max(p.k, 1)
+        mixed.append(torch.where(chosen, unusual, usual))
+    return mixed[0], mixed[1], p.floats(100, 160)
+
+
+CATEGORIES: dict[str, Callable[[_Problem], tuple[Tensor, Tensor, Tensor]]] = {
+    "normal": lambda p: (*p.operands(normal_codes), p.zeros()),
+    "normal_accumulator": lambda p: (*p.operands(normal_codes), p.floats(110, 150)),
+    "uniform": lambda p: (*p.operands(moderate_codes), p.floats(100, 160)),
+    "wide_accumulator": lambda p: (*p.operands(moderate_codes), p.floats(0, 255)),
+    "cancelling": lambda p: (*_cancelling(p, normal_codes), p.floats(105, 130)),
+    "cancelling_uniform": lambda p: (*_cancelling(p, moderate_codes), p.zeros()),
+    "sparse": lambda p: (*p.keep(p.operands(moderate_codes), (0.2, 0.5)), p.floats(0, 127)),
+    "single_product": lambda p: (
+        *p.keep(p.operands(moderate_codes), (1.5 / max(p.k, 1), 1.0)),
+        p.floats(90, 140),
+    ),
+    "zero_products": lambda p: (*p.keep(p.operands(moderate_codes), (0.0, 1.0)), p.floats(0, 256)),
+    "negative_zeros": _negative_zeros,
+    "subnormal": _subnormal,
+    "smallest": _smallest,
+    "tiny_products": lambda p: (*_tiny(p), p.floats(0, 2) * _uniform(p.out, 0, 2, p.generator)),
+    "edges": lambda p: (*p.operands(_edges), p.floats(115, 150)),
+    "special_operands": _special_operands,
+    "special_accumulator": lambda p: (*p.operands(normal_codes), special_floats(p.out, p.generator)),
+    "any_bits": lambda p: (*p.operands(any_codes), p.floats(0, 256)),
+    "overflow": lambda p: (*p.keep(p.operands(finite_codes), (4 / max(p.k, 1), 1.0)), p.floats(250, 255)),
+}
 
 
 def draw(
     category: str, a_name: str, b_name: str, batch: int, m: int, n: int, k: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(a codes [batch, m, k] int64, b codes [batch, n, k] int64, accumulator [batch, m, n] float32)."""
-    sa, sb, sc = (batch, m, k), (batch, n, k), (batch, m, n)
-    finite = moderate_codes(a_name, sa, generator), moderate_codes(b_name, sb, generator)
-    normal = normal_codes(a_name, sa, generator), normal_codes(b_name, sb, generator)
-    if category == "normal":
-        return *normal, _zeros(sc, generator)
-    if category == "normal_accumulator":
-        return *normal, floats(sc, 110, 150, generator)
-    if category == "uniform":
-        return *finite, floats(sc, 100, 160, generator)
-    if category == "wide_accumulator":
-        return *finite, floats(sc, 0, 255, generator)
-    if category == "cancelling":
-        return *_cancelling(*normal, b_name, generator), floats(sc, 105, 130, generator)
-    if category == "cancelling_uniform":
-        return *_cancelling(*finite, b_name, generator), _zeros(sc, generator)
-    if category == "sparse":
-        a = _keep(finite[0], a_name, 0.2, generator)
-        return a, _keep(finite[1], b_name, 0.5, generator), floats(sc, 0, 127, generator)
-    if category == "single_product":
-        return _keep(finite[0], a_name, 1.5 / k, generator), finite[1], floats(sc, 90, 140, generator)
-    if category == "zero_products":
-        a = _keep(finite[0], a_name, 0.0, generator)
-        return a, finite[1], any_floats(sc, generator)
-    if category == "negative_zeros":
-        sign_a, sign_b = (1 << (OPERAND_FORMATS[name].bits - 1) for name in (a_name, b_name))
-        return torch.full(sa, sign_a, device=generator.device), finite[1] & ~sign_b, -_zeros(sc, generator)
-    if category == "subnormal":
-        f_a, f_b = (OPERAND_FORMATS[name] for name in (a_name, b_name))
-        keep_a = (1 << f_a.fraction_bits) - 1 | 1 << (f_a.bits - 1)
-        b = torch.where(
-            _uniform(sb, 0, 2, generator) == 0, finite[1] & ((1 << f_b.fraction_bits) - 1), finite[1]
-        )
-        return finite[0] & keep_a, b, floats(sc, 0, 110, generator)
-    if category == "smallest":
-        f_a, f_b = (OPERAND_FORMATS[name] for name in (a_name, b_name))
-        return (
-            finite[0] & ((2 << f_a.fraction_bits) - 1),
-            finite[1] & ((2 << f_b.fraction_bits) - 1),
-            floats(sc, 0, 3, generator),
-        )
-    if category == "tiny_products":
-        # Products around the smallest float32 numbers: only 16-bit formats and e5m2 get near them.
-        return *_tiny(a_name, b_name, sa, sb, generator), floats(sc, 0, 2, generator) * _uniform(
-            sc, 0, 2, generator
-        )
-    if category == "edges":
-        return _edges(a_name, sa, generator), _edges(b_name, sb, generator), floats(sc, 115, 150, generator)
-    if category == "special_operands":
-        sprinkle = 0.3 / k
-        chosen = (
-            torch.where(
-                torch.rand(shape, generator=generator, device=generator.device) < sprinkle,
-                any_codes(name, shape, generator),
-                codes,
-            )
-            for name, shape, codes in ((a_name, sa, finite[0]), (b_name, sb, finite[1]))
-        )
-        return *chosen, floats(sc, 100, 160, generator)
-    if category == "special_accumulator":
-        return *normal, special_floats(sc, generator)
-    if category == "any_bits":
-        return any_codes(a_name, sa, generator), any_codes(b_name, sb, generator), any_floats(sc, generator)
-    if category == "overflow":
-        extreme = finite_codes(a_name, sa, generator), finite_codes(b_name, sb, generator)
-        return _keep(extreme[0], a_name, 4 / k, generator), extreme[1], floats(sc, 250, 255, generator)
-    raise ValueError(f"category: expected one of {CATEGORIES}, got {category!r}")
+    shapes = ((batch, m, k), (batch, n, k))
+    return CATEGORIES[category](_Problem((a_name, b_name), shapes, (batch, m, n), generator))
 
 
-CATEGORIES = (
-    "normal", "normal_accumulator", "uniform", "wide_accumulator", "cancelling", "cancelling_uniform", "sparse", "single_product",
-    "zero_products", "negative_zeros", "subnormal", "smallest", "tiny_products", "edges", "special_operands", "special_accumulator",
-    "any_bits", "overflow",
-)  # fmt: skip
-
-
-def _tiny(
-    a_name: str, b_name: str, sa: tuple[int, ...], sb: tuple[int, ...], generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def _tiny(p: _Problem) -> tuple[Tensor, Tensor]:
+    """Products around the smallest float32 numbers, where the format gets that far."""
     out = []
-    for name, shape, center in ((a_name, sa, -40), (b_name, sb, -100)):
+    for name, shape, center in zip(p.names, p.shapes, (-40, -100), strict=True):
         fmt = OPERAND_FORMATS[name]
-        field = (_uniform(shape, center - 12, center + 13, generator) + fmt.bias).clamp(
-            0, (fmt.max_code >> fmt.fraction_bits) - 1
+        field = _uniform(shape, center - 12, center + 13, p.generator) + fmt.bias
+        field = field.clamp(0, (fmt.max_code >> fmt.fraction_bits) - 1)
+        fraction = _uniform(shape, 0, 1 << fmt.fraction_bits, p.generator)
+        out.append(
+            field << fmt.fraction_bits | fraction | _uniform(shape, 0, 2, p.generator) << (fmt.bits - 1)
         )
-        fraction = _uniform(shape, 0, 1 << fmt.fraction_bits, generator)
-        out.append(field << fmt.fraction_bits | fraction | _uniform(shape, 0, 2, generator) << (fmt.bits - 1))
     return out[0], out[1]
-
-
-def any_floats(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Uniform over all float32 bit patterns."""
-    return floats(shape, 0, 256, generator)
 
 
 def special_floats(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
