@@ -113,22 +113,26 @@ def _float32(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ActivationRecipe:
-    """input_rounding: gate, up and the clamp bound are rounded to bf16 first, or stay float32. sigmoid
-    (without fast math): ``g / d`` or ``g * (1 / d)``. up_nan: which bound a NaN up value becomes when
-    clamped."""
+    """What decides the last bit of an activation.
+
+    input_rounding: gate, up and the clamp's bound are rounded to bf16 first, or stay float32. sigmoid: without
+    fast math, ``g / d`` or ``g * (1 / d)``. nan_up: the bound that a NaN up value becomes under a clamp (a NaN
+    gate becomes the upper one).
+    """
 
     name: str
     input_rounding: Literal["bf16", "none"]
     sigmoid: Literal["divide", "multiply_reciprocal"]
+    nan_up: Literal["lower", "upper"]
     source: str
 
 
 ACTIVATION_RECIPES: dict[str, ActivationRecipe] = {
     row.name: row
     for row in (
-        ActivationRecipe("sm90", "none", "multiply_reciprocal", "NUMERICS 17 (measured), 8.8"),
-        ActivationRecipe("sm100", "bf16", "divide", "NUMERICS 8.2"),
-        ActivationRecipe("sm100_sgl", "bf16", "multiply_reciprocal", "NUMERICS 8.7"),
+        ActivationRecipe("sm90", "none", "multiply_reciprocal", "upper", "NUMERICS 8.8, 17 (measured); SASS"),
+        ActivationRecipe("sm100", "bf16", "divide", "lower", "NUMERICS 8.2; PTX ISA min, max"),
+        ActivationRecipe("sm100_sgl", "bf16", "multiply_reciprocal", "lower", "NUMERICS 8.7"),
     )
 }
 
@@ -166,7 +170,8 @@ def swiglu(
             post_clamp = exact
         else:
             gate = gpu_min(gate, bound)
-        up = gpu_min(gpu_max(up, -bound), bound)
+        nan_up = bound if row.nan_up == "upper" else -bound
+        up = torch.where(up.isnan(), nan_up, gpu_min(gpu_max(up, -bound), bound))
     scaled = gate if alpha == 1.0 else gate * _constant(alpha, gate)
     activated = _times_sigmoid(gate, scaled, fast_math, row)
     if post_clamp is not None:
