@@ -1,0 +1,175 @@
+"""How well a predicted memory agrees with the actual one, and when that is an explanation.
+
+A step reads the expected units from other places (``source``) or changes them (``value``); a chain of steps predicts the
+actual units. An explanation is accepted only if it reproduces the actual units: all of them, or all but a residue that
+is as thin inside the predicted changes as outside of them, as unrelated noise is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamoe.explain.subject import Subject
+
+CHUNK = 1 << 21
+MAX_RESIDUE = 0.004  # of the compared units
+
+
+@dataclass(frozen=True)
+class Step:
+    """One named change. source: positions (int64) -> positions read, -1 where nothing is written. value: units -> units.
+    cost: 1 for a change without a parameter, 2 with one, 3 for one that was read off the data."""
+
+    cause: str
+    detail: str
+    cost: int = 1
+    source: Callable[[Tensor], Tensor] | None = None
+    value: Callable[[Tensor], Tensor] | None = None
+    min_hits: int = 1
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Counts of units. total: compared and predicted. differing: actual differs from expected. changed: predicted differs
+    from expected. hits: differing units predicted right. wrong: predicted differs from actual. free: differing units that
+    the prediction says nothing about."""
+
+    total: int = 0
+    differing: int = 0
+    changed: int = 0
+    hits: int = 0
+    wrong: int = 0
+    free: int = 0
+
+    def __add__(self, other: Fit) -> Fit:
+        return Fit(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    @property
+    def exact(self) -> bool:
+        return self.wrong == 0 and self.hits > 0
+
+    @property
+    def residue(self) -> int:
+        """Differing or predicted units that are not explained, among those predicted."""
+        return self.wrong
+
+    def accepted(self, min_hits: int = 1) -> bool:
+        if self.hits < min_hits or self.free > 0.5 * (self.differing + self.free):
+            return False
+        if self.wrong == 0:
+            return True
+        if self.wrong > max(2, MAX_RESIDUE * self.total):
+            return False
+        # Unrelated noise hits predicted changes and everything else alike.
+        rate = self.wrong / self.total
+        missed_inside = self.changed - self.hits
+        return missed_inside <= _upper(rate * self.changed) and self.hits > 3 * missed_inside
+
+
+def _upper(mean: float) -> float:
+    """A count that a Poisson variable of this mean hardly ever exceeds."""
+    return mean + 4 * math.sqrt(mean) + 1
+
+
+def predict(subject: Subject, steps: Sequence[Step], positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(predicted units, bool: something is predicted) at these positions."""
+    place = positions
+    for step in reversed(steps):
+        if step.source is not None:
+            moved = step.source(place.clamp_min(0))
+            place = torch.where(place < 0, place, moved)
+    outside = (place < 0) | (place >= subject.expected.numel())
+    units = subject.expected[place.clamp(0, subject.expected.numel() - 1)]
+    for step in steps:
+        if step.value is not None:
+            units = step.value(units)
+    known = torch.ones_like(outside)
+    if bool(outside.any()):
+        background, background_known = _background(subject, positions)
+        units = torch.where(outside, background, units)
+        known = ~outside | background_known
+    if subject.compared is not None:
+        known = known & subject.compared[positions]
+    return units, known
+
+
+def _background(subject: Subject, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """What unwritten units hold, and whether that is known: the buffer before the call, a constant fill, or the
+    expected side where it was not written either."""
+    if subject.before is not None:
+        return subject.before[positions], torch.ones_like(positions, dtype=torch.bool)
+    units = subject.expected[positions]
+    padding = subject.is_padding
+    if padding is None or not subject.padding_known:
+        return units, torch.zeros_like(positions, dtype=torch.bool)
+    in_padding = subject.expected[padding]
+    if in_padding.numel() and bool((in_padding == in_padding[0]).all()):
+        return torch.full_like(units, int(in_padding[0])), torch.ones_like(positions, dtype=torch.bool)
+    return units, padding[positions]
+
+
+def measure(predicted: Tensor, known: Tensor, expected: Tensor, actual: Tensor) -> Fit:
+    differing, changed, agrees = expected != actual, predicted != expected, predicted == actual
+    return Fit(
+        total=int(known.sum()),
+        differing=int((differing & known).sum()),
+        changed=int((changed & known).sum()),
+        hits=int((differing & agrees & known).sum()),
+        wrong=int((~agrees & known).sum()),
+        free=int((differing & ~known).sum()),
+    )
+
+
+def fit_at(subject: Subject, steps: Sequence[Step], positions: Tensor) -> Fit:
+    predicted, known = predict(subject, steps, positions)
+    expected, actual = subject.expected[positions], subject.actual[positions]
+    if subject.compared is not None:
+        actual = torch.where(subject.compared[positions], actual, expected)
+    return measure(predicted, known, expected, actual)
+
+
+def fit_all(subject: Subject, steps: Sequence[Step]) -> Fit:
+    """The fit over the whole memory, in chunks; stops early where it can no longer be accepted."""
+    fit = Fit()
+    number = subject.expected.numel()
+    allowed = max(2.0, MAX_RESIDUE * number)
+    for start in range(0, number, CHUNK):
+        fit = fit + fit_at(subject, steps, torch.arange(start, min(start + CHUNK, number)))
+        if fit.wrong > allowed:
+            break
+    return fit
+
+
+def predicted_memory(subject: Subject, steps: Sequence[Step]) -> tuple[Tensor, Tensor]:
+    """(predicted units, known) of the whole memory."""
+    units = torch.empty_like(subject.expected)
+    known = torch.empty(units.numel(), dtype=torch.bool)
+    for start in range(0, units.numel(), CHUNK):
+        stop = min(start + CHUNK, units.numel())
+        units[start:stop], known[start:stop] = predict(subject, steps, torch.arange(start, stop))
+    return units, known
+
+
+def sample_positions(subject: Subject, number: int = 4096) -> Tensor:
+    """Differing units and others, spread over the memory; the same for the same data."""
+    chosen = subject.positions
+    if chosen.numel() > number // 2:
+        chosen = chosen[torch.linspace(0, chosen.numel() - 1, number // 2).long()]
+    total = subject.expected.numel()
+    everywhere = (
+        torch.arange(number // 2) * max(1, total // (number // 2)) + 7 * torch.arange(number // 2) % 13
+    ) % total
+    return torch.cat([chosen, everywhere]).unique()
+
+
+def plausible(fit: Fit) -> bool:
+    """Whether a fit on a sample is worth measuring on everything."""
+    if fit.hits == 0:
+        return False
+    missed = fit.changed - fit.hits
+    return missed <= 0.05 * fit.changed + 2 and fit.hits > missed

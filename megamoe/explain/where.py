@@ -1,0 +1,120 @@
+"""Where the differences lie, in words: only expert 5; rows 32 to 63 of every 128; every fourth group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamoe.explain.subject import Subject
+
+_PERIODS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 240, 256, 384, 512, 1024, 2048)
+_MOST = 1 << 20
+_PLURALS = {"index": "indices", "in_word": "bytes in a word", "batch": "experts"}
+
+
+@dataclass(frozen=True)
+class AxisPattern:
+    """words: e.g. "rows 32 to 63 of every 128", "" where the differences are all over the axis. share: of the differences
+    that lie there. values: the affected indices (at most 4096), for drawings."""
+
+    axis: str
+    words: str
+    share: float
+    values: tuple[int, ...]
+
+
+def patterns(subject: Subject, positions: Tensor) -> list[AxisPattern]:
+    """What stands out along each axis, at most ``_MOST`` differences being looked at."""
+    if positions.numel() > _MOST:
+        positions = positions[torch.linspace(0, positions.numel() - 1, _MOST).long()]
+    coordinates = subject.locate(positions)
+    sizes = {axis.name: axis.size for axis in subject.layout.axes}
+    for digit in getattr(subject.layout, "digits", ()):
+        if digit.name in ("page", "half"):
+            sizes[digit.name] = digit.size
+    found = []
+    for name, size in sizes.items():
+        index = coordinates[name]
+        index = index[index >= 0]
+        if index.numel() and size > 1:
+            found.append(_pattern(name, size, index))
+    in_padding = int((coordinates[subject.layout.axes[0].name] < 0).sum()) if subject.layout.axes else 0
+    if in_padding:
+        words = "only padding" if in_padding == positions.numel() else f"{in_padding} in padding"
+        found.append(AxisPattern("padding", words, in_padding / positions.numel(), ()))
+    return found
+
+
+def in_words(subject: Subject, positions: Tensor) -> str:
+    """One line for a report."""
+    if positions.numel() == 0:
+        return "nowhere"
+    if positions.numel() <= 3:
+        return "; ".join(place_words(subject, int(p)) for p in positions)
+    words = [pattern.words for pattern in patterns(subject, positions) if pattern.words]
+    return "; ".join(words) if words else "scattered everywhere"
+
+
+def place_words(subject: Subject, position: int) -> str:
+    coordinates = subject.locate(torch.tensor([position]))
+    axes = [axis.name for axis in subject.layout.axes]
+    if axes and int(coordinates[axes[0]]) < 0:
+        return f"padding at byte {position * subject.unit_bits // 8}"
+    return ", ".join(f"{name} {int(coordinates[name])}" for name in axes)
+
+
+def _pattern(name: str, size: int, index: Tensor) -> AxisPattern:
+    counts = torch.bincount(index, minlength=size)
+    top = counts.sort(descending=True).values
+    typical = float(top[: max(1, int((counts > 0).sum()) // 2 + 1)].float().median())
+    hit = counts >= max(1.0, 0.2 * typical)
+    if int(counts[hit].sum()) < 0.9 * index.numel():
+        hit = counts > 0
+    values = hit.nonzero().reshape(-1)
+    share = float(counts[hit].sum()) / index.numel()
+    words = _describe(name, size, values.tolist(), dense=index.numel() >= 8 * size)
+    if words and share < 1:
+        words = f"mostly {words}"
+    return AxisPattern(name, words, share, tuple(values[:4096].tolist()))
+
+
+def _describe(name: str, size: int, values: list[int], *, dense: bool) -> str:
+    plural = _PLURALS.get(name, f"{name}s")
+    singular = "expert" if name == "batch" else name
+    if len(values) == size:
+        return ""
+    if len(values) == 1:
+        return f"only {singular} {values[0]}"
+    if values[-1] - values[0] == len(values) - 1:
+        return f"{plural} {values[0]} to {values[-1]}"
+    for period in _PERIODS:
+        if period >= size:
+            break
+        residues = sorted({v % period for v in values})
+        if len(residues) >= period:
+            continue
+        possible = sum(len(range(r, size, period)) for r in residues)
+        if len(values) < 0.95 * possible or possible < 2 * len(residues):
+            continue
+        if len(residues) == 1:
+            return f"every {_ordinal(period)} {singular} (from {residues[0]})"
+        if residues[-1] - residues[0] == len(residues) - 1:
+            return f"{plural} {residues[0]} to {residues[-1]} of every {period}"
+        if len(residues) <= 4:
+            return f"{plural} {', '.join(map(str, residues))} of every {period}"
+    holes = size - len(values)
+    if len(values) <= 4:
+        return f"{plural} {', '.join(map(str, values))}"
+    if holes <= 4:
+        missing = sorted(set(range(size)) - set(values))
+        return f"all {plural} but {', '.join(map(str, missing))}"
+    if dense:
+        return f"{len(values)} of {size} {plural}, {values[0]} to {values[-1]}"
+    return ""
+
+
+def _ordinal(number: int) -> str:
+    words = {2: "second", 3: "third", 4: "fourth", 8: "eighth", 16: "sixteenth"}
+    return words.get(number, f"{number}th")
