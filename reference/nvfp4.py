@@ -185,16 +185,19 @@ def rms_norm_bf16(
     is correctly rounded. rstd:
     float32 [T], used instead of the computed one. Source: NUMERICS 3d.
     """
-    values = hidden.float()
-    squares = values * values
-    sum_squares = _sum_by_halves(squares)
-    if rstd is None:
-        mean = sum_squares * constant(values, 1.0 / hidden.shape[1])
-        variance = mean + constant(values, norm_eps)
-        rstd = (1.0 / variance.double().sqrt()).float()
-    gamma = norm_weight.float() + constant(values, gain_center)
-    normalized = ((values * rstd.unsqueeze(-1)) * gamma).to(torch.bfloat16)
-    return RmsNorm(sum_squares, rstd, gamma, normalized)
+    num_tokens, num_columns = hidden.shape
+    sum_squares = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
+    normalized = torch.empty(hidden.shape, dtype=torch.bfloat16, device=hidden.device)
+    gamma = norm_weight.float() + constant(hidden, gain_center)
+    deviations = torch.empty_like(sum_squares) if rstd is None else rstd
+    for rows in row_chunks(num_tokens, num_columns):
+        values = hidden[rows].float()
+        sum_squares[rows] = _sum_by_halves(values * values)
+        if rstd is None:
+            variance = sum_squares[rows] * constant(values, 1.0 / num_columns) + constant(values, norm_eps)
+            deviations[rows] = (1.0 / variance.double().sqrt()).float()
+        normalized[rows] = ((values * deviations[rows].unsqueeze(-1)) * gamma).to(torch.bfloat16)
+    return RmsNorm(sum_squares, deviations, gamma, normalized)
 
 
 def _sum_by_halves(terms: Tensor) -> Tensor:

@@ -108,13 +108,17 @@ def test_any_shape_and_stride(rows: int, blocks: int, seed: int, transposed: boo
     np.testing.assert_array_equal(actual.scale_codes.numpy(), scales)
 
 
-def test_rows_beyond_one_chunk(generator: torch.Generator) -> None:
+def test_chunks_of_rows_give_the_same(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = spread((300, 2048), generator, torch.bfloat16)
-    for recipe in (TOKEN, BLOCK):
-        whole = quantize_nvfp4(hidden, recipe, intermediates=True)
-        parts = [quantize_nvfp4(hidden[i : i + 7], recipe, intermediates=True) for i in range(0, 300, 7)]
-        for field in ("codes", "packed", "scale_codes", "scales", "raw_scales", "amax", "scaled"):
-            assert torch.equal(getattr(whole, field), torch.cat([getattr(p, field) for p in parts])), field
+    weight = torch.rand(2048, generator=generator)
+    results = []
+    for chunk in (1 << 20, 7 * 2048 + 1):
+        monkeypatch.setattr("reference._groups._CHUNK_ELEMENTS", chunk)
+        results.append([quantize_nvfp4(hidden, recipe, intermediates=True) for recipe in (TOKEN, BLOCK)])
+        results[-1].append(rms_norm_bf16(hidden, weight, 1e-6, 0.5))
+    for whole, chunked in zip(*results, strict=True):
+        for name, tensor in vars(whole).items():
+            assert tensor is None or torch.equal(tensor, getattr(chunked, name)), name
 
 
 def test_division_equals_comparison_for_every_bf16_and_scale() -> None:
