@@ -115,9 +115,9 @@ def _float32(values: Tensor) -> Tensor:
 class ActivationRecipe:
     """What decides the last bit of an activation.
 
-    input_rounding: gate, up and the clamp's bound are rounded to bf16 first, or stay float32. sigmoid: without
-    fast math, ``g / d`` or ``g * (1 / d)``. nan_up: the bound that a NaN up value becomes under a clamp (a NaN
-    gate becomes the upper one).
+    input_rounding: gate, up and the clamp's bound are rounded to bf16 first, or stay float32. sigmoid:
+    without fast math, ``g / d`` or ``g * (1 / d)``. nan_up: the bound that a NaN up value becomes under a
+    clamp (a NaN gate becomes the upper one).
     """
 
     name: str
