@@ -42,14 +42,15 @@ __all__ = [
 class RankResult:
     """One rank's side of a launch.
 
-    y bfloat16 [T, H]. stats int32 [e]: tokens its experts received. pool: who lies where. stages: tensors
-    under the real buffers' names, in the buffers' own row order and dtype (bytes as uint8, packed scales as
-    int32 words), as many rows as the pool uses; live: which rows of a stage hold something. combine [slot,
-    token, H] lies on the source rank.
+    y bfloat16 [T, H]. stats int32 [e]: tokens its experts received. used bool [T, K]: slots with a route.
+    pool: who lies where. stages: tensors under the real buffers' names, in the buffers' own row order and
+    dtype (bytes as uint8, packed scales as int32 words), as many rows as the pool uses; live: which rows of
+    a stage hold something. combine [slot, token, H] lies on the source rank.
     """
 
     y: Tensor
     stats: Tensor
+    used: Tensor
     pool: Pool
     stages: dict[str, Tensor]
     live: dict[str, Tensor]
@@ -102,7 +103,8 @@ def forward(
             shared=None if shared is None else shared[rank],
             norm=norm,
         )
-        finished.append(RankResult(y, result.stats, result.pool, result.stages | stages, result.live))
+        used = inputs[rank].topk_idx >= 0
+        finished.append(RankResult(y, result.stats, used, result.pool, result.stages | stages, result.live))
     return finished
 
 

@@ -15,7 +15,30 @@ from torch import Tensor
 
 from reference.mega_moe.dispatch import Pool
 
-__all__ = ["match_rows"]
+__all__ = ["match_rows", "rows_by_source"]
+
+
+def rows_by_source(pool: Pool, token_src_metadata: Tensor) -> Tensor:
+    """int64 [live rows]: for each live row of ``pool``, in order, the row where a launch put the same route.
+
+    token_src_metadata int32 [at least pool.rows, 3]: the launch's own. ValueError unless it names every
+    route once, in the run of the route's expert.
+    """
+    live = pool.live.nonzero()[:, 0]
+    theirs = token_src_metadata.to(live.device)[live].long()
+    mine = pool.token_src_metadata[live].long()
+    base = 1 + max(0, *(int(each.max()) for each in (mine, theirs))) if len(live) else 1
+    factors = torch.tensor([base * base, base, 1], device=live.device)
+    runs = torch.bucketize(live, torch.tensor(pool.starts[1:], device=live.device), right=True)
+    routes = torch.cat((mine.mul(factors).sum(1)[None], theirs.mul(factors).sum(1)[None]))
+    order = [(run * base**3 + route).argsort() for run, route in zip((runs, runs), routes, strict=True)]
+    if not torch.equal(mine[order[0]], theirs[order[1]]) or not torch.equal(runs[order[0]], runs[order[1]]):
+        raise ValueError(
+            "token_src_metadata: expected the routes of the pool, each in its expert's run, got others"
+        )
+    found = torch.empty_like(live)
+    found[order[0]] = live[order[1]]
+    return found
 
 
 def match_rows(
