@@ -1,0 +1,166 @@
+"""Expert-parallel load balancing: a layer's state, and the stand-alone mapping operation."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megamoe.kernels import checks
+
+_MICRO_BATCH: contextvars.ContextVar[int] = contextvars.ContextVar("megamoe_micro_batch", default=0)
+
+
+@contextlib.contextmanager
+def micro_batch(index: int) -> Iterator[None]:
+    """Staging inside uses `num_unpadded_tokens_tensors[index]` (per thread; 0 outside any such block)."""
+    token = _MICRO_BATCH.set(index)
+    try:
+        yield
+    finally:
+        _MICRO_BATCH.reset(token)
+
+
+def current_micro_batch() -> int:
+    """Index of the micro-batch that this thread works on."""
+    return _MICRO_BATCH.get()
+
+
+@dataclass
+class EplbLayerState:
+    """What the mapping of one MoE layer reads and writes; inert while the map is None.
+
+    expert_load_view: [physical experts] int32 or int64, incremented per routed live token.
+    logical_to_physical_map: [logical experts, slots] int32 or int64; -1 beyond the replica count.
+    logical_replica_count: [logical experts] int32 or int64.
+    should_record_tensor: scalar bool; the load is recorded while it is true.
+    num_unpadded_tokens_tensors: one scalar int32 or int64 tensor per micro-batch; tokens at or past that
+    count are mapped but not recorded.
+    """
+
+    expert_load_view: torch.Tensor | None = None
+    logical_to_physical_map: torch.Tensor | None = None
+    logical_replica_count: torch.Tensor | None = None
+    should_record_tensor: torch.Tensor | None = None
+    num_unpadded_tokens_tensors: Sequence[torch.Tensor] | None = None
+
+    def set_layer_state(
+        self, layer: int, load: torch.Tensor, expert_map: torch.Tensor, count: torch.Tensor
+    ) -> None:
+        """Point at one layer's rows of the model-wide tensors [layers, ...]; nothing is copied."""
+        self.expert_load_view = load[layer]
+        self.logical_to_physical_map = expert_map[layer]
+        self.logical_replica_count = count[layer]
+
+
+def check_eplb_tensors(
+    load: object,
+    expert_map: object,
+    count: object,
+    record: object,
+    num_unpadded: object,
+    device: torch.device,
+    names: tuple[str, str, str, str, str],
+) -> None:
+    """Refuse (TypeError, ValueError) any tensor of the mapping that is not as `EplbLayerState` says."""
+    load_name, map_name, count_name, record_name, unpadded_name = names
+    matrix = checks.require_matrix(map_name, expert_map)
+    checks.require_dtype(map_name, matrix, checks.INDEX_DTYPES)
+    checks.require_device(map_name, matrix, device)
+    logical, slots = matrix.shape
+    if logical == 0 or slots == 0:
+        raise ValueError(f"{map_name}: expected at least one expert and one slot, got {tuple(matrix.shape)}")
+    checks.require(count_name, count, checks.INDEX_DTYPES, (logical,), "logical experts", device)
+    vector = checks.require_tensor(load_name, load)
+    checks.require_dtype(load_name, vector, checks.INDEX_DTYPES)
+    checks.require_device(load_name, vector, device)
+    if vector.ndim != 1 or vector.shape[0] == 0:
+        raise ValueError(f"{load_name}: expected shape (physical experts,), got {tuple(vector.shape)}")
+    flag = checks.require_tensor(record_name, record)
+    checks.require_dtype(record_name, flag, (torch.bool,))
+    checks.require_device(record_name, flag, device)
+    if flag.numel() != 1:
+        raise ValueError(f"{record_name}: expected one element, got shape {tuple(flag.shape)}")
+    if num_unpadded is not None:
+        limit = checks.require_tensor(unpadded_name, num_unpadded)
+        checks.require_dtype(unpadded_name, limit, checks.INDEX_DTYPES)
+        checks.require_device(unpadded_name, limit, device)
+        if limit.numel() != 1:
+            raise ValueError(f"{unpadded_name}: expected one element, got shape {tuple(limit.shape)}")
+
+
+def eplb_map_to_physical_and_record(
+    topk_ids: torch.Tensor,
+    expert_load_view: torch.Tensor,
+    logical_to_physical_map: torch.Tensor,
+    logical_replica_count: torch.Tensor,
+    record_enabled: torch.Tensor,
+    num_unpadded_tokens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Physical expert ids of `topk_ids` [M, K] (int32 or int64), same dtype and shape; records the load.
+
+    id outside [0, logical experts) -> -1. Replica of token t: (t * 2654435769 mod 2^32) mod count, a count
+    of 0 counting as 1. `expert_load_view[physical] += 1` for every slot of tokens below
+    `num_unpadded_tokens` (all tokens where it is None) while `record_enabled` is true. Ids wrap to int32
+    first, as in production. An empty `topk_ids` is returned as it is.
+
+    Raises TypeError or ValueError, before anything is written, for wrong dtypes, devices and shapes.
+    """
+    checks.require_matrix("topk_ids", topk_ids)
+    checks.require_dtype("topk_ids", topk_ids, checks.INDEX_DTYPES)
+    checks.require_supported_device("topk_ids", topk_ids)
+    check_eplb_tensors(
+        expert_load_view,
+        logical_to_physical_map,
+        logical_replica_count,
+        record_enabled,
+        num_unpadded_tokens,
+        topk_ids.device,
+        (
+            "expert_load_view",
+            "logical_to_physical_map",
+            "logical_replica_count",
+            "record_enabled",
+            "num_unpadded_tokens",
+        ),
+    )
+    checks.require_disjoint(
+        [("expert_load_view", expert_load_view)],
+        [
+            ("topk_ids", topk_ids),
+            ("logical_to_physical_map", logical_to_physical_map),
+            ("logical_replica_count", logical_replica_count),
+            ("record_enabled", record_enabled),
+            ("num_unpadded_tokens", num_unpadded_tokens),
+        ],
+    )
+    if topk_ids.numel() == 0:
+        return topk_ids
+    from megamoe.kernels.launch import is_interpreted, launch
+    from megamoe.kernels.routing import eplb_kernel, pack_eplb
+
+    ids = topk_ids.contiguous()
+    physical_ids = torch.empty_like(ids)
+    block = 4096 if is_interpreted(ids.device) else 256
+    launch(
+        eplb_kernel,
+        -(-ids.numel() // block),
+        ids.device,
+        (
+            ids,
+            physical_ids,
+            ids.numel(),
+            ids.shape[1],
+            pack_eplb(
+                logical_to_physical_map,
+                logical_replica_count,
+                expert_load_view,
+                record_enabled,
+                num_unpadded_tokens,
+            ),
+        ),
+        {"BLOCK": block},
+        num_warps=4,
+    )
+    return physical_ids

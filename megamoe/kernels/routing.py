@@ -1,0 +1,139 @@
+"""Top-k repack, padding, and EPLB: logical to physical experts and load recording.
+
+The fused form is one device function that every staging kernel calls from programs of its own, so that
+the chain id -> replica count -> physical id runs beside the quantization, not after it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from megamoe.kernels import constants
+
+PADDING_EXPERT_ID = tl.constexpr(constants.PADDING_EXPERT_ID)
+PADDING_WEIGHT = tl.constexpr(constants.PADDING_WEIGHT)
+REPLICA_HASH_MULTIPLIER = tl.constexpr(constants.REPLICA_HASH_MULTIPLIER)
+
+
+@triton.jit
+def map_and_record(ids, tokens, mask, eplb):
+    """Physical ids of logical ids [tokens, K], recording the load on the way.
+
+    The replica is hash(token) modulo the replica count, with the hash in unsigned 32-bit arithmetic.
+    Ids outside [0, num_logical) become -1. `record` points to the record flag; `num_unpadded` points
+    to the number of tokens whose load counts, or is None where all do.
+    """
+    (
+        expert_map,
+        expert_map_stride,
+        slot_stride,
+        replica_count,
+        replica_count_stride,
+        load,
+        load_stride,
+        record,
+        num_unpadded,
+        num_logical,
+        num_slots,
+        num_physical,
+    ) = eplb
+    valid = mask & (ids >= 0) & (ids < num_logical)
+    safe_ids = tl.where(valid, ids, 0).to(tl.int64)
+    count = tl.load(replica_count + safe_ids * replica_count_stride, mask=valid, other=1)
+    count = tl.maximum(count, 1).to(tl.uint32)
+    token_hash = tokens.to(tl.uint32) * REPLICA_HASH_MULTIPLIER
+    replica = (token_hash % count).to(tl.int64)
+    mapped = valid & (replica < num_slots)  # a count above the map's slots must not read past the row
+    physical = tl.load(
+        expert_map + safe_ids * expert_map_stride + replica * slot_stride, mask=mapped, other=-1
+    ).to(tl.int64)
+    limit = 0x7FFFFFFF
+    if num_unpadded is not None:
+        limit = tl.load(num_unpadded)
+    limit = tl.where(tl.load(record) != 0, limit, 0)
+    counts = mapped & (physical >= 0) & (physical < num_physical) & (tokens < limit)
+    # The order of the additions does not matter and nothing waits for them.
+    tl.atomic_add(load + physical * load_stride, 1, mask=counts, sem="relaxed")
+    return physical
+
+
+@triton.jit
+def store_topk(
+    first_token, num_tokens, topk, eplb, TOPK: tl.constexpr, TOPK_PADDED: tl.constexpr, TOKENS: tl.constexpr
+):
+    """Repacks the routing of TOKENS tokens: ids to int64, weights to float32, padding tokens to -1 and 0.
+
+    `topk` is `pack_topk(...)`, `eplb` is `pack_eplb(...)` or None.
+    """
+    (
+        topk_ids,
+        ids_stride_m,
+        ids_stride_k,
+        topk_weights,
+        weights_stride_m,
+        weights_stride_k,
+        topk_idx_out,
+        idx_out_stride_m,
+        idx_out_stride_k,
+        topk_weights_out,
+        weights_out_stride_m,
+        weights_out_stride_k,
+        is_padding,
+        is_padding_stride,
+    ) = topk
+    tokens = first_token + tl.arange(0, TOKENS)
+    slots = tl.arange(0, TOPK_PADDED)[None, :]
+    live = tokens < num_tokens
+    mask = live[:, None] & (slots < TOPK)
+    rows = tokens.to(tl.int64)[:, None]
+    ids = tl.load(topk_ids + rows * ids_stride_m + slots * ids_stride_k, mask=mask, other=0).to(tl.int64)
+    weights = tl.load(
+        topk_weights + rows * weights_stride_m + slots * weights_stride_k, mask=mask, other=0.0
+    ).to(tl.float32)
+    if is_padding is not None:
+        padded = tl.load(is_padding + tokens.to(tl.int64) * is_padding_stride, mask=live, other=0) != 0
+        ids = tl.where(padded[:, None], PADDING_EXPERT_ID, ids)
+        weights = tl.where(padded[:, None], PADDING_WEIGHT, weights)
+    if eplb is not None:
+        token_of_slot = tl.broadcast_to(tokens[:, None], (TOKENS, TOPK_PADDED))
+        ids = map_and_record(ids, token_of_slot, mask, eplb)
+    tl.store(topk_idx_out + rows * idx_out_stride_m + slots * idx_out_stride_k, ids, mask=mask)
+    tl.store(
+        topk_weights_out + rows * weights_out_stride_m + slots * weights_out_stride_k, weights, mask=mask
+    )
+
+
+@triton.jit
+def eplb_kernel(topk_ids, physical_ids, num_ids, num_slots, eplb, BLOCK: tl.constexpr):
+    """The stand-alone form on contiguous ids; ids wrap to int32 first, as in production."""
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = position < num_ids
+    ids = tl.load(topk_ids + position, mask=mask, other=-1).to(tl.int32)
+    physical = map_and_record(ids, (position // num_slots).to(tl.int32), mask, eplb)
+    tl.store(physical_ids + position, physical, mask=mask)
+
+
+def pack_topk(topk_ids, topk_weights, topk_idx_out, topk_weights_out, is_padding):
+    """The `topk` argument of the kernels: tensors, each followed by its strides; flags go as bytes."""
+    padding = (None, 0) if is_padding is None else (is_padding.view(torch.uint8), is_padding.stride(0))
+    packed = ()
+    for tensor in (topk_ids, topk_weights, topk_idx_out, topk_weights_out):
+        packed += (tensor, *tensor.stride())
+    return packed + padding
+
+
+def pack_eplb(expert_map, replica_count, load, record, num_unpadded):
+    """The `eplb` argument of the kernels."""
+    return (
+        expert_map,
+        *expert_map.stride(),
+        replica_count,
+        replica_count.stride(0),
+        load,
+        load.stride(0),
+        record.view(torch.uint8),
+        num_unpadded,
+        expert_map.shape[0],
+        expert_map.shape[1],
+        load.shape[0],
+    )

@@ -1,0 +1,701 @@
+"""Staging: hidden states and routing into the buffers that the MegaMoE kernels read.
+
+Every function checks all of its arguments, then starts one kernel that writes caller-owned buffers, and
+returns None. A refusal (TypeError, ValueError) names the argument and leaves every buffer as it was. CUDA
+tensors run the compiled kernel, CPU tensors the same kernel under Triton's interpreter.
+
+Arithmetic: docs and sources are in the kernel modules (`megamoe.kernels.numerics`, `.fp8_groups`,
+`.nvfp4`, `.routing`). M = tokens, H = hidden size, K = top-k, L = local experts. Strides are free unless
+a function says otherwise. No output may overlap an input, another output or itself.
+"""
+
+from typing import Any
+
+import torch
+
+from megamoe.eplb import EplbLayerState, check_eplb_tensors, current_micro_batch
+from megamoe.kernels import checks, constants, tuning
+from megamoe.kernels.launch import is_interpreted, launch
+from megamoe.quant_keys import UE8M0_DTYPES, QuantKey, kMxfp8Dynamic
+
+__all__ = [
+    "prepare_megamoe_bf16_inputs",
+    "prepare_megamoe_inputs",
+    "prepare_megamoe_nvfp4_block_inputs",
+    "prepare_megamoe_nvfp4_inputs",
+    "prepare_megamoe_nvfp4_with_norm",
+]
+
+_K_BLOCK = 128
+_BYTE_DTYPES = tuple(
+    getattr(torch, name)
+    for name in ("uint8", "int8", "float8_e4m3fn", "float4_e2m1fn_x2")
+    if hasattr(torch, name)
+)
+
+
+# ------------------------------------------------------------------------------------------- checks
+
+
+def _check_hidden(hidden_states: object) -> torch.Tensor:
+    hidden = checks.require_matrix("hidden_states", hidden_states)
+    checks.require_dtype("hidden_states", hidden, checks.FLOAT_DTYPES)
+    checks.require_supported_device("hidden_states", hidden)
+    return hidden
+
+
+def _check_routing(
+    hidden: torch.Tensor,
+    topk_weights: object,
+    topk_ids: object,
+    topk_idx_out: object,
+    topk_weights_out: object,
+    is_padding: object,
+) -> int:
+    """Checks the routing tensors against M = hidden.shape[0]; returns K."""
+    num_tokens, device = hidden.shape[0], hidden.device
+    weights = checks.require_matrix("topk_weights", topk_weights)
+    ids = checks.require_matrix("topk_ids", topk_ids)
+    if weights.shape != ids.shape:
+        raise ValueError(
+            f"topk_weights: expected the shape of topk_ids {tuple(ids.shape)}, got {tuple(weights.shape)}"
+        )
+    topk = ids.shape[1]
+    if topk == 0:
+        raise ValueError(f"topk_ids: expected at least one expert a token, got shape {tuple(ids.shape)}")
+    shape, meaning = (num_tokens, topk), "tokens, top-k"
+    checks.require("topk_weights", weights, checks.FLOAT_DTYPES, shape, meaning, device)
+    checks.require("topk_ids", ids, checks.INDEX_DTYPES, shape, meaning, device)
+    checks.require("topk_idx_out", topk_idx_out, (torch.int64,), shape, meaning, device)
+    checks.require("topk_weights_out", topk_weights_out, (torch.float32,), shape, meaning, device)
+    if is_padding is not None:
+        checks.require("is_padding", is_padding, (torch.bool,), (num_tokens,), "tokens", device)
+    return topk
+
+
+def _resolve_hidden_quant(hidden_quant: object) -> tuple[int, bool]:
+    """(group, scales are UE8M0) of an accepted key."""
+    if not isinstance(hidden_quant, QuantKey):
+        raise TypeError(f"hidden_quant: expected a QuantKey or None, got {type(hidden_quant).__name__}")
+    scale = hidden_quant.scale
+    group = scale.group_shape
+    ue8m0 = scale.dtype in UE8M0_DTYPES
+    if (
+        hidden_quant.dtype != torch.float8_e4m3fn
+        or not hidden_quant.symmetric
+        or hidden_quant.scale2 is not None
+        or scale.static
+        or not group.is_per_group()
+        or _K_BLOCK % group.col != 0
+        or not (ue8m0 or scale.dtype == torch.float32)
+    ):
+        raise ValueError(
+            "hidden_quant: expected a symmetric dynamic float8_e4m3fn key with one UE8M0 or float32 scale "
+            f"per group of columns that divides {_K_BLOCK}, got {hidden_quant}"
+        )
+    if ue8m0 and group.col < constants.UE8M0_MIN_GROUP:
+        raise ValueError(
+            f"hidden_quant: expected UE8M0 groups of at least {constants.UE8M0_MIN_GROUP} columns (four "
+            f"bytes a word of {_K_BLOCK} columns), got {group.col}"
+        )
+    return group.col, ue8m0
+
+
+def _check_pages(
+    shared_x_sf: object, shared_block_m: object, num_tokens: int, size: int, device: torch.device
+) -> None:
+    block_m = checks.require_positive_int("shared_block_m", shared_block_m)
+    pages = checks.require_matrix("shared_x_sf", shared_x_sf)
+    checks.require_dtype("shared_x_sf", pages, (torch.int32,))
+    checks.require_device("shared_x_sf", pages, device)
+    words = size // constants.UE8M0_WORD_COLUMNS
+    if pages.shape[1] != words:
+        raise ValueError(f"shared_x_sf: expected {words} columns (hidden / 128), got {pages.shape[1]}")
+    rows = -(-num_tokens // block_m) * _page_rows(block_m)
+    if pages.shape[0] < rows:
+        raise ValueError(
+            f"shared_x_sf: expected at least {rows} rows ({num_tokens} tokens in pages of {block_m}), "
+            f"got {pages.shape[0]}"
+        )
+
+
+def _page_rows(block_m: int) -> int:
+    return -(-block_m // constants.PAGE_ROWS) * constants.PAGE_ROWS
+
+
+def _check_eplb(state: object, device: torch.device) -> EplbLayerState | None:
+    """The state if it maps, None if it is inert."""
+    if state is None:
+        return None
+    for field in EplbLayerState.__dataclass_fields__:
+        if not hasattr(state, field):
+            raise TypeError(f"eplb_state: expected an EplbLayerState, got {type(state).__name__}")
+    if state.logical_to_physical_map is None:  # type: ignore[attr-defined]
+        return None
+    active: EplbLayerState = state  # type: ignore[assignment]
+    for field in EplbLayerState.__dataclass_fields__:
+        if getattr(active, field) is None:
+            raise ValueError(f"eplb_state.{field}: expected a value beside logical_to_physical_map, got None")
+    counts = active.num_unpadded_tokens_tensors
+    index = current_micro_batch()
+    assert counts is not None
+    if index >= len(counts):
+        raise ValueError(
+            f"eplb_state.num_unpadded_tokens_tensors: expected a count for micro-batch {index}, "
+            f"got {len(counts)} counts"
+        )
+    check_eplb_tensors(
+        active.expert_load_view,
+        active.logical_to_physical_map,
+        active.logical_replica_count,
+        active.should_record_tensor,
+        counts[index],
+        device,
+        (
+            "eplb_state.expert_load_view",
+            "eplb_state.logical_to_physical_map",
+            "eplb_state.logical_replica_count",
+            "eplb_state.should_record_tensor",
+            "eplb_state.num_unpadded_tokens_tensors",
+        ),
+    )
+    return active
+
+
+def _eplb_inputs(state: EplbLayerState | None) -> list[tuple[str, torch.Tensor | None]]:
+    if state is None:
+        return []
+    assert state.num_unpadded_tokens_tensors is not None
+    return [
+        ("eplb_state.logical_to_physical_map", state.logical_to_physical_map),
+        ("eplb_state.logical_replica_count", state.logical_replica_count),
+        ("eplb_state.should_record_tensor", state.should_record_tensor),
+        (
+            "eplb_state.num_unpadded_tokens_tensors",
+            state.num_unpadded_tokens_tensors[current_micro_batch()],
+        ),
+    ]
+
+
+def _load_output(state: EplbLayerState | None) -> list[tuple[str, torch.Tensor | None]]:
+    return [] if state is None else [("eplb_state.expert_load_view", state.expert_load_view)]
+
+
+# ------------------------------------------------------------------------------------------ launches
+
+
+def _pack_eplb(state: EplbLayerState | None) -> tuple[Any, ...] | None:
+    from megamoe.kernels.routing import pack_eplb
+
+    if state is None:
+        return None
+    assert state.num_unpadded_tokens_tensors is not None
+    return pack_eplb(
+        state.logical_to_physical_map,
+        state.logical_replica_count,
+        state.expert_load_view,
+        state.should_record_tensor,
+        state.num_unpadded_tokens_tensors[current_micro_batch()],
+    )
+
+
+def _strides(tensor: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
+
+
+def _as_words(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
+    """Packed FP4 rows as int32 words where their alignment allows it: (pointer, row stride, words)."""
+    x = _as_bytes(x)
+    stride = x.stride(0) if x.shape[0] > 1 else 0
+    if x.data_ptr() % 4 or x.storage_offset() % 4 or stride % 4:
+        return x, stride, False
+    return x.as_strided(tuple(x.shape), (stride, 1)).view(torch.int32), stride // 4, True
+
+
+def _routing_constants(topk: int, num_tokens: int, interpreted: bool) -> dict[str, int]:
+    return {
+        "TOPK": topk,
+        "TOPK_PADDED": tuning.power_of_two(topk),
+        "ROUTING_TOKENS": tuning.routing_tokens(topk, num_tokens, interpreted),
+    }
+
+
+def _launch_groups(
+    hidden: torch.Tensor,
+    x: torch.Tensor,
+    x_sf: torch.Tensor | None,
+    shared_x_sf: torch.Tensor | None,
+    shared_block_m: int | None,
+    mode: str,
+    group: int,
+    topk: tuple[Any, ...],
+    num_topk: int,
+    eplb: tuple[Any, ...] | None,
+) -> None:
+    from megamoe.kernels.fp8_groups import stage_groups_kernel
+
+    num_tokens, size = hidden.shape
+    interpreted = is_interpreted(hidden.device)
+    tile = tuning.column_tile(tuning.GROUP_RULES, num_tokens, size, interpreted)
+    column_tiles = -(-size // tile.block_h)
+    routing = _routing_constants(num_topk, num_tokens, interpreted)
+    routing_programs = -(-num_tokens // routing["ROUTING_TOKENS"])
+    block_m = shared_block_m or 1
+    launch(
+        stage_groups_kernel,
+        routing_programs + -(-num_tokens // tile.block_m) * column_tiles,
+        hidden.device,
+        (
+            hidden,
+            *hidden.stride(),
+            x,
+            *x.stride(),
+            x_sf,
+            *_strides(x_sf),
+            shared_x_sf,
+            *_strides(shared_x_sf),
+            block_m,
+            _page_rows(block_m),
+            num_tokens,
+            routing_programs,
+            topk,
+            eplb,
+        ),
+        {
+            "MODE": mode,
+            "GROUP": group,
+            "COLUMN_TILES": column_tiles,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_H": tile.block_h,
+            "HIDDEN": size,
+            **routing,
+        },
+        num_warps=tile.num_warps,
+    )
+
+
+# -------------------------------------------------------------------------------------------- public
+
+
+def prepare_megamoe_inputs(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    x: torch.Tensor,
+    x_sf: torch.Tensor | None,
+    topk_idx_out: torch.Tensor,
+    topk_weights_out: torch.Tensor,
+    is_padding: torch.Tensor | None = None,
+    shared_x_sf: torch.Tensor | None = None,
+    shared_block_m: int | None = None,
+    hidden_quant: QuantKey | None = kMxfp8Dynamic,
+    eplb_state: EplbLayerState | None = None,
+) -> None:
+    """Quantize hidden states to FP8 groups (or copy them) and repack the routing.
+
+    hidden_states: [M, H] bfloat16, float16 or float32, H a multiple of 128. topk_weights: [M, K] bfloat16,
+    float16 or float32. topk_ids: [M, K] int32 or int64.
+    x: [M, H] float8_e4m3fn; for `hidden_quant=None` bfloat16, float16 or float32.
+    x_sf: [M, H / 128] int32 with UE8M0 bytes little-endian by group (group 32, 64 or 128; unused upper bytes
+    are zero), or [M, H / group] float32 (any group that divides 128); None iff hidden_quant is None.
+    topk_idx_out: [M, K] int64. topk_weights_out: [M, K] float32. is_padding: [M] bool; such tokens get
+    id -1 and weight 0.
+    shared_x_sf: [rows, H / 128] int32 pages for shared experts, rows >= ceil(M / block_m) *
+    align(block_m, 128), with shared_block_m > 0; only the rows of tokens are written.
+    eplb_state: maps ids to physical experts and records the load (`megamoe.eplb`).
+
+    M = 0 returns at once, without checks. Raises TypeError and ValueError as the module says.
+
+    UE8M0: exponent = ceil(log2(amax / 448)) with amax >= fl(1e-4), element = E4M3(h * 2^-exponent).
+    float32: scale = amax * fl(1/448), element = E4M3(h * (1 / scale)). Source: NUMERICS 2.
+    """
+    hidden = _check_hidden(hidden_states)
+    num_tokens = hidden.shape[0]
+    if num_tokens == 0:
+        return
+    size = checks.require_multiple("hidden_states", hidden, _K_BLOCK)
+    if (hidden_quant is None) != (x_sf is None):
+        raise ValueError(
+            "x_sf: expected None exactly where hidden_quant is None, got "
+            f"x_sf {'None' if x_sf is None else 'given'} with hidden_quant {hidden_quant}"
+        )
+    device = hidden.device
+    x_dtypes: tuple[torch.dtype, ...] = checks.FLOAT_DTYPES
+    mode, group = "copy", _K_BLOCK
+    if hidden_quant is not None:
+        group, ue8m0 = _resolve_hidden_quant(hidden_quant)
+        mode = "ue8m0" if ue8m0 else "fp32"
+        x_dtypes = (torch.float8_e4m3fn,)
+        columns = size // (_K_BLOCK if ue8m0 else group)
+        sf_dtype = torch.int32 if ue8m0 else torch.float32
+        checks.require("x_sf", x_sf, (sf_dtype,), (num_tokens, columns), "tokens, scale columns", device)
+    topk = _check_routing(hidden, topk_weights, topk_ids, topk_idx_out, topk_weights_out, is_padding)
+    checks.require("x", x, x_dtypes, (num_tokens, size), "tokens, hidden", device)
+    if (shared_x_sf is None) != (shared_block_m is None):
+        raise ValueError(
+            "shared_x_sf and shared_block_m: expected both or neither, got "
+            f"{'no ' if shared_x_sf is None else ''}shared_x_sf with shared_block_m {shared_block_m}"
+        )
+    if shared_x_sf is not None:
+        if mode != "ue8m0":
+            raise ValueError(f"shared_x_sf: expected UE8M0 scales for pages, got hidden_quant {hidden_quant}")
+        _check_pages(shared_x_sf, shared_block_m, num_tokens, size, device)
+    state = _check_eplb(eplb_state, device)
+    checks.require_disjoint(
+        [
+            ("x", x),
+            ("x_sf", x_sf),
+            ("topk_idx_out", topk_idx_out),
+            ("topk_weights_out", topk_weights_out),
+            ("shared_x_sf", shared_x_sf),
+            *_load_output(state),
+        ],
+        [
+            ("hidden_states", hidden),
+            ("topk_weights", topk_weights),
+            ("topk_ids", topk_ids),
+            ("is_padding", is_padding),
+            *_eplb_inputs(state),
+        ],
+    )
+    from megamoe.kernels.routing import pack_topk
+
+    _launch_groups(
+        hidden,
+        _as_bytes(x) if mode != "copy" else x,
+        x_sf,
+        shared_x_sf,
+        shared_block_m,
+        mode,
+        group,
+        pack_topk(topk_ids, topk_weights, topk_idx_out, topk_weights_out, is_padding),
+        topk,
+        _pack_eplb(state),
+    )
+
+
+def prepare_megamoe_bf16_inputs(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    x: torch.Tensor,
+    topk_idx_out: torch.Tensor,
+    topk_weights_out: torch.Tensor,
+    is_padding: torch.Tensor | None = None,
+) -> None:
+    """Copy bfloat16 hidden states [M, H] to x [M, H] bfloat16, bit by bit, and repack the routing.
+
+    Other arguments as in `prepare_megamoe_inputs`; H is any size. M = 0 returns at once. Raises TypeError
+    and ValueError as the module says.
+    """
+    hidden = _check_hidden(hidden_states)
+    if hidden.shape[0] == 0:
+        return
+    checks.require_dtype("hidden_states", hidden, (torch.bfloat16,))
+    checks.require_multiple("hidden_states", hidden, 1)
+    topk = _check_routing(hidden, topk_weights, topk_ids, topk_idx_out, topk_weights_out, is_padding)
+    checks.require("x", x, (torch.bfloat16,), tuple(hidden.shape), "tokens, hidden", hidden.device)
+    checks.require_disjoint(
+        [("x", x), ("topk_idx_out", topk_idx_out), ("topk_weights_out", topk_weights_out)],
+        [
+            ("hidden_states", hidden),
+            ("topk_weights", topk_weights),
+            ("topk_ids", topk_ids),
+            ("is_padding", is_padding),
+        ],
+    )
+    from megamoe.kernels.routing import pack_topk
+
+    packed = pack_topk(topk_ids, topk_weights, topk_idx_out, topk_weights_out, is_padding)
+    _launch_groups(hidden, x, None, None, None, "copy", _K_BLOCK, packed, topk, None)
+
+
+def prepare_megamoe_nvfp4_inputs(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    x: torch.Tensor,
+    x_sf: torch.Tensor,
+    x_scales: torch.Tensor,
+    topk_idx_out: torch.Tensor,
+    topk_weights_out: torch.Tensor,
+    is_padding: torch.Tensor | None = None,
+    shared_x: torch.Tensor | None = None,
+    shared_x_sf: torch.Tensor | None = None,
+    shared_block_m: int | None = None,
+    w2_global_scale: torch.Tensor | None = None,
+    l2_alpha: torch.Tensor | None = None,
+    l2_activation_scale: float = 1.0,
+    eplb_state: EplbLayerState | None = None,
+) -> None:
+    """Quantize hidden states to two-level NVFP4 (E4M3 per 16 columns, float32 per token), repack the routing.
+
+    hidden_states, routing, is_padding, eplb_state: as in `prepare_megamoe_inputs`; H a multiple of 128.
+    x: [M, H / 2], one byte for two E2M1 codes, even column low; any one-byte dtype, row-major.
+    x_sf: [M, H / 64] int32, four E4M3 bytes a word, row-major. x_scales: [M] float32.
+    shared_x: [M, H] row-major: float8_e4m3fn gets MXFP8 of the hidden states, its words go to the pages
+    shared_x_sf (both page arguments are then required); bfloat16 gets a copy (both must be None).
+    l2_alpha [L] = w2_global_scale [L] * l2_activation_scale in float32 (only together), written even where
+    M = 0. Raises TypeError and ValueError as the module says. Source: NUMERICS 3a.
+    """
+    hidden = _check_hidden(hidden_states)
+    size = checks.require_multiple("hidden_states", hidden, _K_BLOCK)
+    num_tokens, device = hidden.shape[0], hidden.device
+    topk = _check_routing(hidden, topk_weights, topk_ids, topk_idx_out, topk_weights_out, is_padding)
+    checks.require("x", x, _BYTE_DTYPES, (num_tokens, size // 2), "tokens, hidden / 2", device)
+    checks.require("x_sf", x_sf, (torch.int32,), (num_tokens, size // 64), "tokens, hidden / 64", device)
+    checks.require("x_scales", x_scales, (torch.float32,), (num_tokens,), "tokens", device)
+    checks.require_row_major("x", x)
+    checks.require_row_major("x_sf", x_sf)
+    if shared_x is not None:
+        dtypes = (torch.float8_e4m3fn, torch.bfloat16)
+        checks.require("shared_x", shared_x, dtypes, (num_tokens, size), "tokens, hidden", device)
+        checks.require_row_major("shared_x", shared_x)
+    mxfp8 = shared_x is not None and shared_x.dtype == torch.float8_e4m3fn
+    for name, value in (("shared_x_sf", shared_x_sf), ("shared_block_m", shared_block_m)):
+        if mxfp8 != (value is not None):
+            raise ValueError(
+                f"{name}: expected {'a value' if mxfp8 else 'None'} with "
+                f"{'float8_e4m3fn shared_x' if mxfp8 else 'shared_x that is not float8_e4m3fn'}, "
+                f"got {'None' if value is None else 'a value'}"
+            )
+    if mxfp8:
+        _check_pages(shared_x_sf, shared_block_m, num_tokens, size, device)
+    if (w2_global_scale is None) != (l2_alpha is None):
+        raise ValueError(
+            "w2_global_scale and l2_alpha: expected both or neither, got "
+            f"{'only l2_alpha' if w2_global_scale is None else 'only w2_global_scale'}"
+        )
+    l2_activation_scale = checks.require_number("l2_activation_scale", l2_activation_scale)
+    num_experts = 0
+    if w2_global_scale is not None:
+        vector = checks.require_tensor("w2_global_scale", w2_global_scale)
+        if vector.ndim != 1:
+            raise ValueError(f"w2_global_scale: expected 1 dimension, got shape {tuple(vector.shape)}")
+        num_experts = vector.shape[0]
+        shape, meaning = (num_experts,), "local experts"
+        checks.require("w2_global_scale", vector, (torch.float32,), shape, meaning, device)
+        checks.require("l2_alpha", l2_alpha, (torch.float32,), shape, meaning, device)
+    state = _check_eplb(eplb_state, device)
+    checks.require_disjoint(
+        [
+            ("x", x),
+            ("x_sf", x_sf),
+            ("x_scales", x_scales),
+            ("topk_idx_out", topk_idx_out),
+            ("topk_weights_out", topk_weights_out),
+            ("shared_x", shared_x),
+            ("shared_x_sf", shared_x_sf),
+            ("l2_alpha", l2_alpha),
+            *_load_output(state),
+        ],
+        [
+            ("hidden_states", hidden),
+            ("topk_weights", topk_weights),
+            ("topk_ids", topk_ids),
+            ("is_padding", is_padding),
+            ("w2_global_scale", w2_global_scale),
+            *_eplb_inputs(state),
+        ],
+    )
+    if num_tokens == 0 and num_experts == 0:
+        return
+    from megamoe.kernels.nvfp4 import stage_nvfp4_token_kernel
+    from megamoe.kernels.routing import pack_topk
+
+    interpreted = is_interpreted(device)
+    tile = tuning.row_tile(num_tokens, size, interpreted)
+    routing = _routing_constants(topk, num_tokens, interpreted)
+    # The first routing program also writes l2_alpha, so there is one even without tokens.
+    routing_programs = max(1, -(-num_tokens // routing["ROUTING_TOKENS"]))
+    words, x_stride, x_words = _as_words(x)
+    block_m = shared_block_m or 1
+    launch(
+        stage_nvfp4_token_kernel,
+        routing_programs + -(-num_tokens // tile.block_m),
+        device,
+        (
+            hidden,
+            *hidden.stride(),
+            words,
+            x_stride,
+            x_sf,
+            x_sf.stride(0),
+            x_scales,
+            x_scales.stride(0),
+            _as_bytes(shared_x) if shared_x is not None and mxfp8 else shared_x,
+            _strides(shared_x)[0],
+            shared_x_sf,
+            *_strides(shared_x_sf),
+            block_m,
+            _page_rows(block_m),
+            w2_global_scale,
+            w2_global_scale.stride(0) if w2_global_scale is not None else 0,
+            l2_alpha if num_experts else None,
+            l2_alpha.stride(0) if l2_alpha is not None else 0,
+            l2_activation_scale,
+            num_experts,
+            num_tokens,
+            routing_programs,
+            pack_topk(topk_ids, topk_weights, topk_idx_out, topk_weights_out, is_padding),
+            _pack_eplb(state),
+        ),
+        {
+            "HIDDEN": size,
+            "CHUNKS": -(-size // tile.block_h),
+            "BLOCK_M": tile.block_m,
+            "BLOCK_H": tile.block_h,
+            "X_WORDS": x_words,
+            "EXACT_DIVISION": hidden.dtype == torch.float32,
+            "EXPERTS_PADDED": tuning.power_of_two(max(num_experts, 1)),
+            **routing,
+        },
+        num_warps=tile.num_warps,
+    )
+
+
+def _check_block_outputs(hidden: torch.Tensor, size: int, x: object, x_sf: object) -> None:
+    num_tokens, device = hidden.shape[0], hidden.device
+    packed = checks.require("x", x, _BYTE_DTYPES, (num_tokens, size // 2), "tokens, hidden / 2", device)
+    checks.require_row_major("x", packed)
+    dtypes = (torch.uint8, torch.float8_e4m3fn)
+    checks.require("x_sf", x_sf, dtypes, (num_tokens, size // 16), "tokens, hidden / 16", device)
+
+
+def prepare_megamoe_nvfp4_block_inputs(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    x: torch.Tensor,
+    x_sf: torch.Tensor,
+    topk_idx_out: torch.Tensor,
+    topk_weights_out: torch.Tensor,
+    is_padding: torch.Tensor | None = None,
+) -> None:
+    """Quantize hidden states to one-level NVFP4 (E4M3 per 16 columns), repack the routing.
+
+    hidden_states [M, H], routing, is_padding: as in `prepare_megamoe_inputs`; H a multiple of 64.
+    x: [M, H / 2], one byte for two E2M1 codes, row-major. x_sf: [M, H / 16] uint8 (E4M3 codes, linear;
+    float8_e4m3fn is taken too). M = 0 returns at once. Raises TypeError and ValueError as the module says.
+    Source: NUMERICS 3b.
+    """
+    hidden = _check_hidden(hidden_states)
+    num_tokens = hidden.shape[0]
+    if num_tokens == 0:
+        return
+    size = checks.require_multiple("hidden_states", hidden, 64)
+    topk = _check_routing(hidden, topk_weights, topk_ids, topk_idx_out, topk_weights_out, is_padding)
+    _check_block_outputs(hidden, size, x, x_sf)
+    checks.require_disjoint(
+        [("x", x), ("x_sf", x_sf), ("topk_idx_out", topk_idx_out), ("topk_weights_out", topk_weights_out)],
+        [
+            ("hidden_states", hidden),
+            ("topk_weights", topk_weights),
+            ("topk_ids", topk_ids),
+            ("is_padding", is_padding),
+        ],
+    )
+    from megamoe.kernels.nvfp4 import stage_nvfp4_block_kernel
+    from megamoe.kernels.routing import pack_topk
+
+    interpreted = is_interpreted(hidden.device)
+    tile = tuning.column_tile(tuning.BLOCK_RULES, num_tokens, size, interpreted)
+    column_tiles = -(-size // tile.block_h)
+    routing = _routing_constants(topk, num_tokens, interpreted)
+    routing_programs = -(-num_tokens // routing["ROUTING_TOKENS"])
+    words, x_stride, x_words = _as_words(x)
+    scales = _as_bytes(x_sf)
+    launch(
+        stage_nvfp4_block_kernel,
+        routing_programs + -(-num_tokens // tile.block_m) * column_tiles,
+        hidden.device,
+        (
+            hidden,
+            *hidden.stride(),
+            words,
+            x_stride,
+            scales,
+            *scales.stride(),
+            num_tokens,
+            routing_programs,
+            pack_topk(topk_ids, topk_weights, topk_idx_out, topk_weights_out, is_padding),
+            None,
+        ),
+        {
+            "HIDDEN": size,
+            "COLUMN_TILES": column_tiles,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_H": tile.block_h,
+            "X_WORDS": x_words,
+            **routing,
+        },
+        num_warps=tile.num_warps,
+    )
+
+
+def prepare_megamoe_nvfp4_with_norm(
+    hidden_states: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    gain_center: float,
+    x: torch.Tensor,
+    x_sf: torch.Tensor,
+) -> None:
+    """RMSNorm, bfloat16 rounding, then one-level NVFP4 as `prepare_megamoe_nvfp4_block_inputs`.
+
+    hidden_states: [M, H] bfloat16, float16 or float32, H a multiple of 64. norm_weight: [H] bfloat16,
+    float16 or float32. x: [M, H / 2] bytes, row-major. x_sf: [M, H / 16] uint8 or float8_e4m3fn.
+
+    y = bfloat16((h * rstd) * (norm_weight + gain_center)), rstd = 1 / sqrt(sum(h^2) * fl(1/H) + norm_eps),
+    all in float32. Two things are chosen here, because the recorded kernel left them to its compiler:
+
+    * The order of the sum: lane t of 256 adds the squares of columns 2048 c + 8 t + e in ascending (c, e),
+      then the lanes are added pairwise 16, 8, 4, 2, 1 apart inside each 32, then the 32s 4, 2, 1 apart.
+      This is the order of the recorded kernel's code for H = 4096.
+    * rstd is the IEEE square root and quotient, the same on every device. The recorded kernel uses the
+      hardware's approximate rsqrt, which can differ by an ulp or two: a byte differs from it only where
+      that moves a bfloat16 rounding and then a code.
+
+    M = 0 returns after the checks. Raises TypeError and ValueError as the module says. Source: NUMERICS 3d.
+    """
+    hidden = _check_hidden(hidden_states)
+    size = checks.require_multiple("hidden_states", hidden, 64)
+    num_tokens, device = hidden.shape[0], hidden.device
+    checks.require("norm_weight", norm_weight, checks.FLOAT_DTYPES, (size,), "hidden", device)
+    norm_eps = checks.require_number("norm_eps", norm_eps)
+    gain_center = checks.require_number("gain_center", gain_center)
+    _check_block_outputs(hidden, size, x, x_sf)
+    checks.require_disjoint(
+        [("x", x), ("x_sf", x_sf)], [("hidden_states", hidden), ("norm_weight", norm_weight)]
+    )
+    if num_tokens == 0:
+        return
+    from megamoe.kernels.nvfp4 import stage_nvfp4_norm_kernel
+
+    words, x_stride, x_words = _as_words(x)
+    scales = _as_bytes(x_sf)
+    tile = tuning.NORM_TILE
+    launch(
+        stage_nvfp4_norm_kernel,
+        num_tokens,
+        device,
+        (
+            hidden,
+            *hidden.stride(),
+            norm_weight,
+            norm_weight.stride(0),
+            norm_eps,
+            gain_center,
+            1.0 / size,
+            words,
+            x_stride,
+            scales,
+            *scales.stride(),
+        ),
+        {"HIDDEN": size, "BLOCK_H": tile.block_h, "X_WORDS": x_words},
+        num_warps=tile.num_warps,
+    )
