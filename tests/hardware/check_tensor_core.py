@@ -1,4 +1,4 @@
-"""Compares the Hopper rows of reference.tensor_core with wgmma: python tests/hardware/check_tensor_core.py [--tiles N] [--seed S].
+"""Compares the Hopper rows of reference.tensor_core with wgmma.
 
 A Triton ``tl.dot`` keeps the whole K loop in the tensor core (its PTX is checked for that), with an accumulator from
 memory. Prints, for operands, K and category, how many results were compared and how many differ, bit for bit.
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
+from safetensors.torch import save_file
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "reference")]
 from mma_inputs import CATEGORIES, draw  # noqa: E402
@@ -143,10 +144,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--examples", type=int, default=2)
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument(
+        "--record", type=Path, help="keep a few results of each category in this safetensors file"
+    )
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     generator = torch.Generator("cuda").manual_seed(options.seed)
     totals: dict[str, list[int]] = {}
+    recorded: dict[str, torch.Tensor] = {}
     start = time.time()
     for family, a_name, b_name, lengths, instruction in OPERANDS:
         for k in lengths:
@@ -163,6 +168,13 @@ def main() -> int:
                     ):
                         print(f"UNEXPECTED instructions {seen}, not {instruction}, or not one a step")
                         break
+                    if k == lengths[1]:
+                        keep = {"a": a[0, :16], "b": b[0, :8], "c": c[0, :16, :8], "out": actual[0, :16, :8]}
+                        for part, tensor in keep.items():
+                            raw = tensor.contiguous().view(
+                                torch.uint8 if tensor.element_size() == 1 else torch.int16
+                            )
+                            recorded[f"{family}/{a_name}/{b_name}/{category}/{part}"] = raw.cpu()
                     expected = tensor_core.matmul(family, a, b, accumulator=c)
                     bad = int((expected.view(torch.int32) != actual.view(torch.int32)).sum())
                     total = totals.setdefault(f"{family} {a_name} {b_name}", [0, 0])
@@ -179,6 +191,10 @@ def main() -> int:
                 flush=True,
             )
     print(f"{time.time() - start:.1f} s")
+    if options.record:
+        save_file(
+            recorded, options.record, {"device": torch.cuda.get_device_name(), "triton": triton.__version__}
+        )
     try:
         special_cases()
     except Exception as error:
