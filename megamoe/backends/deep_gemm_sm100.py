@@ -1,0 +1,146 @@
+"""SM100 with FP8 activations and FP4 weights: deep_gemm.fp8_fp4_mega_moe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megamoe.backends import shared_experts as shared
+from megamoe.backends.base import DeepGemmMegaMoEBackend, Weights
+from megamoe.backends.checks import check_tensor
+from megamoe.backends.gate import call_mega_gate
+from megamoe.backends.library import declares, keep_given
+from megamoe.backends.scales import E8M0_DTYPES, ue8m0_bytes_to_float
+
+
+class DeepGemmSm100Family(DeepGemmMegaMoEBackend):
+    """What all SM100 backends share: the architecture, the mega gate, how block_m is asked for."""
+
+    architecture = "SM100"
+    capabilities = ((10, None),)
+    hidden_multiple = 256
+
+    def supports_bf16_mega_gate(self) -> bool:
+        """True, unless a build is at hand that lacks the function: the architecture has the kernel."""
+        return self._library is None or hasattr(self._library, "bf16_mega_gate")
+
+    def bf16_mega_gate(self, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return call_mega_gate(self.library, arguments)
+
+    def sibling(self, mma_type: str) -> DeepGemmMegaMoEBackend | None:
+        from megamoe.backends.selection import BUILT_IN
+
+        for backend in BUILT_IN:
+            if backend.mma_type == mma_type and issubclass(backend, DeepGemmSm100Family):
+                return backend(self._library)
+        return None
+
+    def shared_pages(self, symm_buffer: Any, num_tokens: int) -> dict[str, Any]:
+        """Arguments that make staging write the shared experts' scale pages; empty without fused shared
+        experts.
+
+        The page size must be the block_m that the launch will choose for this number of tokens.
+        """
+        if not getattr(symm_buffer, "num_shared_experts", 0):
+            return {}
+        return {
+            "shared_x_sf": symm_buffer.shared_l1_acts_sf,
+            "shared_block_m": self.get_block_m(symm_buffer, num_tokens),
+        }
+
+    def get_block_m(self, symm_buffer: Any, num_tokens: int) -> int:
+        """Tile height that a launch over ``num_tokens`` rows of this buffer uses."""
+        return int(
+            self.library.get_block_m_for_mega_moe(
+                symm_buffer.group.size(),
+                symm_buffer.num_experts,
+                symm_buffer.num_max_tokens_per_rank,
+                num_tokens,
+                symm_buffer.num_topk,
+                self.mma_type,
+            )
+        )
+
+
+class DeepGemmSm100MegaMoEBackend(DeepGemmSm100Family):
+    """FP8 (E4M3, UE8M0 per 32) activations x MXFP4 (E2M1, UE8M0 per 32) weights."""
+
+    name = "deep_gemm_sm100"
+    mma_type = "fp8xfp4"
+    launch = "fp8_fp4_mega_moe"
+    requires = (
+        "fp8_fp4_mega_moe",
+        "transform_weights_for_mega_moe",
+        "transform_sf_into_required_layout",
+        "get_symm_buffer_for_mega_moe",
+    )
+
+    def transform_weights(
+        self,
+        *,
+        w13_weight: torch.Tensor,
+        w13_weight_scale: torch.Tensor | None,
+        w2_weight: torch.Tensor,
+        w2_weight_scale: torch.Tensor | None,
+        num_local_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str | None = None,
+    ) -> tuple[Weights, Weights]:
+        """Packed E2M1 weights (uint8 or int8, even column in the low nibble) and UE8M0 bytes per 1x32.
+
+        w13_weight [L, 2I, H / 2], gate rows first; w13_weight_scale [L, 2I, H / 32] uint8 or float8_e8m0fnu;
+        w2_weight [L, H, I / 2]; w2_weight_scale [L, H, I / 32]. Returns ((L1 weight, scale), (L2 weight,
+        scale)): int8 weights and int32 scale words [L, rows, K / 128], MN-major. The L2 weight shares
+        w2_weight's storage.
+        """
+        experts, hidden, inter = num_local_experts, hidden_size, intermediate_size
+        packed, scales = (torch.uint8, torch.int8), E8M0_DTYPES
+        w13 = check_tensor("w13_weight", w13_weight, (experts, 2 * inter, hidden // 2), packed)
+        sf13 = check_tensor("w13_weight_scale", w13_weight_scale, (experts, 2 * inter, hidden // 32), scales)
+        w2 = check_tensor("w2_weight", w2_weight, (experts, hidden, inter // 2), packed)
+        sf2 = check_tensor("w2_weight_scale", w2_weight_scale, (experts, hidden, inter // 32), scales)
+        words = self.library.transform_sf_into_required_layout
+        l1_sf = words(ue8m0_bytes_to_float(sf13).contiguous(), 2 * inter, hidden, (1, 32), experts)
+        l2_sf = words(ue8m0_bytes_to_float(sf2).contiguous(), hidden, inter, (1, 32), experts)
+        result: tuple[Weights, Weights] = self.library.transform_weights_for_mega_moe(
+            (w13.view(torch.int8).contiguous(), l1_sf),
+            (w2.view(torch.int8).contiguous(), l2_sf),
+            **keep_given({"activation": activation}),
+        )
+        return result
+
+    def supports_shared_experts(self, deep_gemm: Any) -> bool:
+        """True if the build's functions take shared experts. AttributeError if a function itself is
+        missing.
+        """
+        buffer, launch = deep_gemm.get_symm_buffer_for_mega_moe, deep_gemm.fp8_fp4_mega_moe
+        return (
+            hasattr(deep_gemm, "get_block_m_for_mega_moe")
+            and hasattr(deep_gemm, "transform_weights_for_mega_moe")
+            and declares(buffer, "num_shared_experts")
+            and declares(launch, "shared_l1_weights", "shared_l2_weights")
+        )
+
+    def transform_shared_expert_weights(
+        self,
+        *,
+        shared_experts: Any,
+        num_shared_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        prefix: str,
+    ) -> tuple[Weights, Weights] | None:
+        """((L1 weight, scale), (L2 weight, scale)) of block-FP8 shared experts, or None and one warning
+        saying why.
+
+        L1 weight is gate_up_proj.weight's new storage; L2 weight is down_proj.weight's. Layouts: NUMERICS
+        5.6, 5.7.
+        """
+        result, why = shared.transform(
+            shared_experts, num_shared_experts, hidden_size, intermediate_size, self.library
+        )
+        if result is None:
+            self.warn_once(f"{prefix}: shared experts are not fused into the MegaMoE launch: {why}")
+        return result

@@ -1,0 +1,84 @@
+"""The reference as a backend: every launch on any device, with the bytes that the hardware would give.
+
+It is the production backend of the same MMA type with another library behind it: where that calls deep_gemm,
+this calls the function of the same name in ``reference``. So the loading code, the forwarding rules and the
+refusals are the production ones, and only the kernels are emulated.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from megamoe.backends.base import DeepGemmMegaMoEBackend
+from megamoe.backends.deep_gemm_bf16 import DeepGemmBf16MegaMoEBackend
+from megamoe.backends.deep_gemm_nvfp4 import DeepGemmFp4MegaMoEBackend, DeepGemmNvfp4MegaMoEBackend
+from megamoe.backends.deep_gemm_sm90 import DeepGemmSm90MegaMoEBackend
+from megamoe.backends.deep_gemm_sm100 import DeepGemmSm100MegaMoEBackend
+
+
+class ReferenceLibrary:
+    """The reference under deep_gemm's names: attributes are looked up in the modules of ``reference``."""
+
+    MODULES = ("mega_moe", "symm_buffer", "weights", "heuristics", "gate", "pre_dispatch")
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            for module in self.MODULES:
+                found = getattr(importlib.import_module(f"reference.{module}"), name, None)
+                if found is not None:
+                    return found
+        raise AttributeError(f"the reference has no {name}")
+
+
+class EmulatedMegaMoEBackend(DeepGemmMegaMoEBackend):
+    """``EmulatedMegaMoEBackend(mma_type)``: the reference forward of that MMA type, on the device of its
+    tensors.
+
+    MMA types: fp8xfp4, nvfp4, fp4xfp4, bf16xbf16 (SM100) and fp8xfp8 (SM90). ValueError for another one.
+    Sizes are checked as the real backend checks them, so that what runs here can run there.
+    """
+
+    name = "emulated"
+    family = "emulated"
+    architecture = "any device"
+
+    def __new__(cls, mma_type: str = "fp8xfp4") -> EmulatedMegaMoEBackend:
+        if mma_type not in _CONCRETE:
+            raise ValueError(f"mma_type must be one of {', '.join(sorted(_CONCRETE))}, got {mma_type!r}")
+        return object.__new__(_CONCRETE[mma_type] if cls is EmulatedMegaMoEBackend else cls)
+
+    def __init__(self, mma_type: str = "fp8xfp4") -> None:
+        super().__init__(ReferenceLibrary())
+
+    @property
+    def staging(self) -> Any:
+        return importlib.import_module("reference.staging")
+
+    @property
+    def eplb(self) -> Any:
+        return importlib.import_module("reference.eplb")
+
+    def sibling(self, mma_type: str) -> EmulatedMegaMoEBackend:
+        return EmulatedMegaMoEBackend(mma_type)
+
+    @classmethod
+    def supports_device(cls, device: torch.device) -> bool:
+        """True: the reference runs wherever torch does."""
+        return True
+
+
+# One concrete class an MMA type: what the emulated backend overrides comes first, the real backend's steps
+# follow.
+_CONCRETE: dict[str, type[EmulatedMegaMoEBackend]] = {
+    real.mma_type: type(f"Emulated{real.__name__}", (EmulatedMegaMoEBackend, real), {"__doc__": real.__doc__})
+    for real in (
+        DeepGemmSm100MegaMoEBackend,
+        DeepGemmNvfp4MegaMoEBackend,
+        DeepGemmFp4MegaMoEBackend,
+        DeepGemmBf16MegaMoEBackend,
+        DeepGemmSm90MegaMoEBackend,
+    )
+}
