@@ -11,7 +11,7 @@ from torch import Tensor
 
 from reference._checks import check_tensor, require
 from reference._groups import HIDDEN_DTYPES
-from reference.eplb import check_eplb_tensors
+from reference.eplb import check_eplb_tensors, unpadded_tokens
 from reference.recipes import Fp8GroupRecipe
 from reference.scale_pages import required_rows
 
@@ -198,7 +198,7 @@ def check_eplb_state(state: Any, device: torch.device) -> None:
         state.logical_to_physical_map,
         state.logical_replica_count,
         state.should_record_tensor,
-        state.num_unpadded_tokens_tensors[0],
+        unpadded_tokens(state),
         device=device,
         prefix="eplb_state.",
     )

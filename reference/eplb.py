@@ -16,7 +16,7 @@ Source: NUMERICS 6.2 to 6.6.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,12 @@ class EplbState(Protocol):
     logical_replica_count: Tensor | None
     should_record_tensor: Tensor | None
     num_unpadded_tokens_tensors: list[Tensor] | None
+
+
+def unpadded_tokens(state: Any) -> Tensor:
+    """The count of the micro-batch in progress: ``state.num_unpadded_tokens`` if the state tells, else the first."""
+    found = getattr(state, "num_unpadded_tokens", None)
+    return cast(Tensor, state.num_unpadded_tokens_tensors[0] if found is None else found)
 
 
 @dataclass(frozen=True)

@@ -240,6 +240,18 @@ def test_specials_ue8m0(dtype: torch.dtype) -> None:
     assert torch.equal(alone.codes[0][keep], groups.codes[0][keep])
 
 
+def test_every_nan_of_bf16_is_ignored_and_has_one_byte() -> None:
+    """All 254 payloads, signalling ones and both signs, each alone in a group of ones."""
+    low = torch.arange(1, 128, dtype=torch.int32)
+    payloads = torch.cat([0x7F80 + low, 0x7F80 + low - 0x8000]).to(torch.int16).view(torch.bfloat16)
+    for payload in payloads:
+        hidden = torch.ones(1, 32, dtype=torch.bfloat16)
+        hidden[0, 3] = payload
+        groups = quantize_fp8_groups(hidden, G32)
+        assert groups.exponents.item() == 119
+        assert groups.codes[0, :5].tolist() == [0x78, 0x78, 0x78, 0x7F, 0x78]
+
+
 def test_inf_with_the_largest_bf16_uses_a_subnormal_reciprocal() -> None:
     """h * 2^-127 is not flushed: the largest bf16 comes out as 1.9921875 -> 2.0 (0x40)."""
     hidden = torch.zeros(1, 32)

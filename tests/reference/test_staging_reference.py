@@ -306,6 +306,18 @@ def test_fused_eplb_does_not_wrap_ids(generator: torch.Generator) -> None:
     assert call.run()["topk_idx_out"][4].tolist() == [-1] * 6
 
 
+def test_unpadded_count_of_the_micro_batch_in_progress(generator: torch.Generator) -> None:
+    """The first count, unless the state says which one holds."""
+    counts = []
+    for extra in ({}, {"num_unpadded_tokens": torch.tensor(0, dtype=torch.int32)}):
+        state = eplb_state(generator, **extra)
+        before = state.expert_load_view.clone()
+        fp8_call(generator, eplb_state=state).run()
+        counts.append(int((state.expert_load_view - before).sum()))
+    assert counts[0] > 0
+    assert counts[1] == 0
+
+
 def test_inert_eplb_state(generator: torch.Generator) -> None:
     nothing = SimpleNamespace(**dict.fromkeys(vars(eplb_state(generator))))
     arguments = fp8_call(generator, eplb_state=nothing).run()
