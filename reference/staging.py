@@ -1,9 +1,11 @@
 """Staging: hidden states and routing into the buffers that a MegaMoE launch reads.
 
-Each ``prepare_*`` has the production signature: it checks everything, then writes the caller's buffers and returns
-None; when it refuses, nothing has been written. The pure ``stage_*`` forms are those of reference.stages.
+Each ``prepare_*`` has the production signature: it checks everything, then writes the caller's buffers and
+returns None; when it refuses, nothing has been written. The pure ``stage_*`` forms are those of
+reference.stages.
 
-Sources: NUMERICS 2.7 (FP8), 3a (NVFP4 two-level), 3b (one-level), 3d (norm-fused), 4 (pages), 6 (routing, EPLB).
+Sources: NUMERICS 2.7 (FP8), 3a (NVFP4 two-level), 3b (one-level), 3d (norm-fused), 4 (pages), 6 (routing,
+EPLB).
 """
 
 from __future__ import annotations
