@@ -11,7 +11,7 @@ from reference.mega_moe.families import MegaMoeFamily
 from reference.mega_moe.inputs import ExpertWeights, PostNorm, RankInputs, SharedExpert
 from reference.mega_moe.launch import LaunchConfig
 
-__all__ = ["check_launch"]
+__all__ = ["check_inputs", "check_launch", "check_options", "check_weights"]
 
 
 def check_launch(
@@ -29,6 +29,19 @@ def check_launch(
     for name, per_rank in (("weights", weights), ("launches", launches), ("shared", shared)):
         if per_rank is not None:
             require(len(per_rank) == ranks, name, f"one entry for each of {ranks} ranks", len(per_rank))
+    check_options(family, activation, shared, norm)
+    for rank in range(ranks):
+        check_weights(family, weights, rank)
+        check_inputs(family, inputs, rank, weights[0].l1.shape[2], len(weights[0].l1) * ranks)
+
+
+def check_options(
+    family: MegaMoeFamily,
+    activation: Activation,
+    shared: Sequence[SharedExpert] | None,
+    norm: PostNorm | None,
+) -> None:
+    """Activation, shared experts and norm: does the family have them?"""
     known = activation.name in family.activations
     require(known, "activation", f"one of {family.activations} for {family.name}", repr(activation.name))
     if norm is not None:
@@ -37,25 +50,23 @@ def check_launch(
     for entry in shared or ():
         known = entry.family in family.shared
         require(known, "shared", f"one of {family.shared} beside {family.name}", repr(entry.family))
-    _, rows, hidden = weights[0].l1.shape
+
+
+def check_weights(family: MegaMoeFamily, weights: Sequence[ExpertWeights], rank: int) -> None:
+    """One rank's weights against rank 0's shapes and the family's sizes."""
+    local, rows, hidden = weights[0].l1.shape
     for name, size in (("hidden size", hidden), ("intermediate size", rows // 2)):
         multiple = f"a {name} that is a multiple of {family.k_multiple}"
         require(size % family.k_multiple == 0, "weights", multiple, size)
-    for rank in range(ranks):
-        _check_weights(weights, rank)
-        _check_inputs(family, inputs, rank, hidden, len(weights[0].l1) * ranks)
-
-
-def _check_weights(weights: Sequence[ExpertWeights], rank: int) -> None:
-    local, rows, hidden = weights[0].l1.shape
     l1, l2 = tuple(weights[rank].l1.shape), tuple(weights[rank].l2.shape)
     expected = (local, rows, hidden), (local, hidden, rows // 2)
     require((l1, l2) == expected, f"weights of rank {rank}", f"l1 and l2 {expected}", (l1, l2))
 
 
-def _check_inputs(
+def check_inputs(
     family: MegaMoeFamily, inputs: Sequence[RankInputs], rank: int, hidden: int, num_experts: int
 ) -> None:
+    """One rank's tokens: shapes, scales and routes."""
     own, where = inputs[rank], f" of rank {rank}"
     tokens, topk = len(own.topk_idx), inputs[0].topk_idx.shape[1]
     for name, tensor in (("topk_idx", own.topk_idx), ("topk_weights", own.topk_weights)):

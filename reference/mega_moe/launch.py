@@ -34,7 +34,7 @@ Accumulation = Literal["promote", "rescale", "rescale_ratio"]
 final). "rescale": the sum is divided by the next block's scale and fed back as the accumulator.
 "rescale_ratio": the same with one factor, previous scale / next scale."""
 
-# The template parameters of the SM90 kernel, in order; the last one has a default.
+# The template parameters of the SM90 kernel that the host writes out, in order.
 _TEMPLATE = (
     "num_max_tokens_per_rank",
     "hidden",
@@ -121,8 +121,6 @@ def parse_generated_source(source: str) -> dict[str, int | float | bool]:
     if match is None:
         raise ValueError("source: expected an instantiation of sm90_fp8_mega_moe_impl, found none")
     arguments = [argument.strip() for argument in match.group(1).split(",")]
-    if len(arguments) == len(_TEMPLATE) - 1:
-        arguments.append("false")
     if len(arguments) != len(_TEMPLATE):
         raise ValueError(
             f"source: expected {len(_TEMPLATE)} template arguments, got {len(arguments)}: {arguments}"
