@@ -45,7 +45,7 @@ class EplbState(Protocol):
 
 
 def unpadded_tokens(state: Any) -> Tensor:
-    """The count of the micro-batch in progress: ``state.num_unpadded_tokens`` if it exists, else the first."""
+    """The count of the micro-batch in progress: ``state.num_unpadded_tokens`` if there, else the first."""
     found = getattr(state, "num_unpadded_tokens", None)
     return cast(Tensor, state.num_unpadded_tokens_tensors[0] if found is None else found)
 

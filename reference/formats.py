@@ -37,7 +37,7 @@ _SIGN = 0x80000000
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
 _HIDDEN_BIT = 1 << 23
-_TABLE_FROM = 1 << 16  # elements; below this a table lookup saves nothing
+_TABLE_FROM = 1 << 13  # elements; below this a table lookup saves nothing
 
 
 @dataclass(frozen=True)
