@@ -54,15 +54,38 @@ class EplbLayerState:
         self.logical_replica_count = count[layer]
 
 
+@dataclass(frozen=True)
+class EplbTensors:
+    """The tensors of one mapping, checked, with the prefix under which errors name them."""
+
+    load: torch.Tensor
+    expert_map: torch.Tensor
+    replica_count: torch.Tensor
+    record: torch.Tensor
+    num_unpadded: torch.Tensor | None
+    names: tuple[str, str, str, str, str]
+
+    @property
+    def output(self) -> tuple[str, torch.Tensor]:
+        """The tensor that the mapping writes."""
+        return self.names[0], self.load
+
+    @property
+    def inputs(self) -> list[tuple[str, torch.Tensor | None]]:
+        """The tensors that the mapping reads."""
+        tensors = (self.expert_map, self.replica_count, self.record, self.num_unpadded)
+        return list(zip(self.names[1:], tensors, strict=True))
+
+
 def check_eplb_tensors(
     load: object,
     expert_map: object,
-    count: object,
+    replica_count: object,
     record: object,
     num_unpadded: object,
     device: torch.device,
     names: tuple[str, str, str, str, str],
-) -> None:
+) -> EplbTensors:
     """Refuse (TypeError, ValueError) any tensor of the mapping that is not as `EplbLayerState` says."""
     load_name, map_name, count_name, record_name, unpadded_name = names
     matrix = checks.require_matrix(map_name, expert_map)
@@ -71,23 +94,46 @@ def check_eplb_tensors(
     logical, slots = matrix.shape
     if logical == 0 or slots == 0:
         raise ValueError(f"{map_name}: expected at least one expert and one slot, got {tuple(matrix.shape)}")
-    checks.require(count_name, count, checks.INDEX_DTYPES, (logical,), "logical experts", device)
+    counts = checks.require(
+        count_name, replica_count, checks.INDEX_DTYPES, (logical,), "logical experts", device
+    )
     vector = checks.require_tensor(load_name, load)
     checks.require_dtype(load_name, vector, checks.INDEX_DTYPES)
     checks.require_device(load_name, vector, device)
     if vector.ndim != 1 or vector.shape[0] == 0:
         raise ValueError(f"{load_name}: expected shape (physical experts,), got {tuple(vector.shape)}")
-    flag = checks.require_tensor(record_name, record)
-    checks.require_dtype(record_name, flag, (torch.bool,))
-    checks.require_device(record_name, flag, device)
-    if flag.numel() != 1:
-        raise ValueError(f"{record_name}: expected one element, got shape {tuple(flag.shape)}")
+    flag = checks.require_scalar(record_name, record, (torch.bool,), device)
+    limit = None
     if num_unpadded is not None:
-        limit = checks.require_tensor(unpadded_name, num_unpadded)
-        checks.require_dtype(unpadded_name, limit, checks.INDEX_DTYPES)
-        checks.require_device(unpadded_name, limit, device)
-        if limit.numel() != 1:
-            raise ValueError(f"{unpadded_name}: expected one element, got shape {tuple(limit.shape)}")
+        limit = checks.require_scalar(unpadded_name, num_unpadded, checks.INDEX_DTYPES, device)
+    return EplbTensors(vector, matrix, counts, flag, limit, names)
+
+
+def active_tensors(state: object, device: torch.device) -> EplbTensors | None:
+    """The checked tensors of a layer's state for the current micro-batch; None if the state is inert."""
+    if state is None:
+        return None
+    fields = list(EplbLayerState.__dataclass_fields__)
+    for field in fields:
+        if not hasattr(state, field):
+            raise TypeError(f"eplb_state: expected an EplbLayerState, got {type(state).__name__}")
+    values = [getattr(state, field) for field in fields]
+    load, expert_map, count, record, limits = values
+    if expert_map is None:
+        return None
+    for field, value in zip(fields, values, strict=True):
+        if value is None:
+            raise ValueError(f"eplb_state.{field}: expected a value beside logical_to_physical_map, got None")
+    index = current_micro_batch()
+    limits_name = "eplb_state.num_unpadded_tokens_tensors"
+    if isinstance(limits, torch.Tensor) or not isinstance(limits, Sequence):
+        raise TypeError(f"{limits_name}: expected a sequence of tensors, got {type(limits).__name__}")
+    if index >= len(limits):
+        raise ValueError(f"{limits_name}: expected a count for micro-batch {index}, got {len(limits)} counts")
+    load_name, map_name, count_name, record_name = (f"eplb_state.{field}" for field in fields[:4])
+    names = (load_name, map_name, count_name, record_name, f"{limits_name}[{index}]")
+    limit = checks.require_tensor(names[4], limits[index])
+    return check_eplb_tensors(load, expert_map, count, record, limit, device, names)
 
 
 def eplb_map_to_physical_and_record(
@@ -110,7 +156,7 @@ def eplb_map_to_physical_and_record(
     checks.require_matrix("topk_ids", topk_ids)
     checks.require_dtype("topk_ids", topk_ids, checks.INDEX_DTYPES)
     checks.require_supported_device("topk_ids", topk_ids)
-    check_eplb_tensors(
+    tensors = check_eplb_tensors(
         expert_load_view,
         logical_to_physical_map,
         logical_replica_count,
@@ -125,16 +171,7 @@ def eplb_map_to_physical_and_record(
             "num_unpadded_tokens",
         ),
     )
-    checks.require_disjoint(
-        [("expert_load_view", expert_load_view)],
-        [
-            ("topk_ids", topk_ids),
-            ("logical_to_physical_map", logical_to_physical_map),
-            ("logical_replica_count", logical_replica_count),
-            ("record_enabled", record_enabled),
-            ("num_unpadded_tokens", num_unpadded_tokens),
-        ],
-    )
+    checks.require_disjoint([tensors.output], [("topk_ids", topk_ids), *tensors.inputs])
     if topk_ids.numel() == 0:
         return topk_ids
     from megamoe.kernels.launch import is_interpreted, launch
@@ -147,19 +184,7 @@ def eplb_map_to_physical_and_record(
         eplb_kernel,
         -(-ids.numel() // block),
         ids.device,
-        (
-            ids,
-            physical_ids,
-            ids.numel(),
-            ids.shape[1],
-            pack_eplb(
-                logical_to_physical_map,
-                logical_replica_count,
-                expert_load_view,
-                record_enabled,
-                num_unpadded_tokens,
-            ),
-        ),
+        (ids, physical_ids, ids.numel(), ids.shape[1], pack_eplb(tensors)),
         {"BLOCK": block},
         num_warps=4,
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megamoe.eplb import EplbLayerState, check_eplb_tensors, current_micro_batch
+from megamoe.eplb import EplbLayerState, active_tensors
 from megamoe.kernels import checks, constants, tuning
 from megamoe.kernels.launch import is_interpreted, launch
 from megamoe.quant_keys import UE8M0_DTYPES, QuantKey, kMxfp8Dynamic
@@ -123,80 +123,7 @@ def _page_rows(block_m: int) -> int:
     return -(-block_m // constants.PAGE_ROWS) * constants.PAGE_ROWS
 
 
-def _check_eplb(state: object, device: torch.device) -> EplbLayerState | None:
-    """The state if it maps, None if it is inert."""
-    if state is None:
-        return None
-    for field in EplbLayerState.__dataclass_fields__:
-        if not hasattr(state, field):
-            raise TypeError(f"eplb_state: expected an EplbLayerState, got {type(state).__name__}")
-    if state.logical_to_physical_map is None:  # type: ignore[attr-defined]
-        return None
-    active: EplbLayerState = state  # type: ignore[assignment]
-    for field in EplbLayerState.__dataclass_fields__:
-        if getattr(active, field) is None:
-            raise ValueError(f"eplb_state.{field}: expected a value beside logical_to_physical_map, got None")
-    counts = active.num_unpadded_tokens_tensors
-    index = current_micro_batch()
-    assert counts is not None
-    if index >= len(counts):
-        raise ValueError(
-            f"eplb_state.num_unpadded_tokens_tensors: expected a count for micro-batch {index}, "
-            f"got {len(counts)} counts"
-        )
-    check_eplb_tensors(
-        active.expert_load_view,
-        active.logical_to_physical_map,
-        active.logical_replica_count,
-        active.should_record_tensor,
-        counts[index],
-        device,
-        (
-            "eplb_state.expert_load_view",
-            "eplb_state.logical_to_physical_map",
-            "eplb_state.logical_replica_count",
-            "eplb_state.should_record_tensor",
-            "eplb_state.num_unpadded_tokens_tensors",
-        ),
-    )
-    return active
-
-
-def _eplb_inputs(state: EplbLayerState | None) -> list[tuple[str, torch.Tensor | None]]:
-    if state is None:
-        return []
-    assert state.num_unpadded_tokens_tensors is not None
-    return [
-        ("eplb_state.logical_to_physical_map", state.logical_to_physical_map),
-        ("eplb_state.logical_replica_count", state.logical_replica_count),
-        ("eplb_state.should_record_tensor", state.should_record_tensor),
-        (
-            "eplb_state.num_unpadded_tokens_tensors",
-            state.num_unpadded_tokens_tensors[current_micro_batch()],
-        ),
-    ]
-
-
-def _load_output(state: EplbLayerState | None) -> list[tuple[str, torch.Tensor | None]]:
-    return [] if state is None else [("eplb_state.expert_load_view", state.expert_load_view)]
-
-
 # ------------------------------------------------------------------------------------------ launches
-
-
-def _pack_eplb(state: EplbLayerState | None) -> tuple[Any, ...] | None:
-    from megamoe.kernels.routing import pack_eplb
-
-    if state is None:
-        return None
-    assert state.num_unpadded_tokens_tensors is not None
-    return pack_eplb(
-        state.logical_to_physical_map,
-        state.logical_replica_count,
-        state.expert_load_view,
-        state.should_record_tensor,
-        state.num_unpadded_tokens_tensors[current_micro_batch()],
-    )
 
 
 def _strides(tensor: torch.Tensor | None) -> tuple[int, int]:
@@ -344,7 +271,7 @@ def prepare_megamoe_inputs(
         if mode != "ue8m0":
             raise ValueError(f"shared_x_sf: expected UE8M0 scales for pages, got hidden_quant {hidden_quant}")
         _check_pages(shared_x_sf, shared_block_m, num_tokens, size, device)
-    state = _check_eplb(eplb_state, device)
+    eplb = active_tensors(eplb_state, device)
     checks.require_disjoint(
         [
             ("x", x),
@@ -352,17 +279,17 @@ def prepare_megamoe_inputs(
             ("topk_idx_out", topk_idx_out),
             ("topk_weights_out", topk_weights_out),
             ("shared_x_sf", shared_x_sf),
-            *_load_output(state),
+            *([eplb.output] if eplb else []),
         ],
         [
             ("hidden_states", hidden),
             ("topk_weights", topk_weights),
             ("topk_ids", topk_ids),
             ("is_padding", is_padding),
-            *_eplb_inputs(state),
+            *(eplb.inputs if eplb else []),
         ],
     )
-    from megamoe.kernels.routing import pack_topk
+    from megamoe.kernels.routing import pack_eplb, pack_topk
 
     _launch_groups(
         hidden,
@@ -374,7 +301,7 @@ def prepare_megamoe_inputs(
         group,
         pack_topk(topk_ids, topk_weights, topk_idx_out, topk_weights_out, is_padding),
         topk,
-        _pack_eplb(state),
+        pack_eplb(eplb),
     )
 
 
@@ -480,7 +407,7 @@ def prepare_megamoe_nvfp4_inputs(
         shape, meaning = (num_experts,), "local experts"
         checks.require("w2_global_scale", vector, (torch.float32,), shape, meaning, device)
         checks.require("l2_alpha", l2_alpha, (torch.float32,), shape, meaning, device)
-    state = _check_eplb(eplb_state, device)
+    eplb = active_tensors(eplb_state, device)
     checks.require_disjoint(
         [
             ("x", x),
@@ -491,7 +418,7 @@ def prepare_megamoe_nvfp4_inputs(
             ("shared_x", shared_x),
             ("shared_x_sf", shared_x_sf),
             ("l2_alpha", l2_alpha),
-            *_load_output(state),
+            *([eplb.output] if eplb else []),
         ],
         [
             ("hidden_states", hidden),
@@ -499,13 +426,13 @@ def prepare_megamoe_nvfp4_inputs(
             ("topk_ids", topk_ids),
             ("is_padding", is_padding),
             ("w2_global_scale", w2_global_scale),
-            *_eplb_inputs(state),
+            *(eplb.inputs if eplb else []),
         ],
     )
     if num_tokens == 0 and num_experts == 0:
         return
     from megamoe.kernels.nvfp4 import stage_nvfp4_token_kernel
-    from megamoe.kernels.routing import pack_topk
+    from megamoe.kernels.routing import pack_eplb, pack_topk
 
     interpreted = is_interpreted(device)
     tile = tuning.row_tile(num_tokens, size, interpreted)
@@ -513,6 +440,7 @@ def prepare_megamoe_nvfp4_inputs(
     # The first routing program also writes l2_alpha, so there is one even without tokens.
     routing_programs = max(1, -(-num_tokens // routing["ROUTING_TOKENS"]))
     words, x_stride, x_words = _as_words(x)
+    scale_bytes = _as_bytes(x_sf)  # little-endian words: byte g of a row is the scale of group g
     block_m = shared_block_m or 1
     launch(
         stage_nvfp4_token_kernel,
@@ -523,8 +451,8 @@ def prepare_megamoe_nvfp4_inputs(
             *hidden.stride(),
             words,
             x_stride,
-            x_sf,
-            x_sf.stride(0),
+            scale_bytes,
+            *scale_bytes.stride(),
             x_scales,
             x_scales.stride(0),
             _as_bytes(shared_x) if shared_x is not None and mxfp8 else shared_x,
@@ -542,7 +470,7 @@ def prepare_megamoe_nvfp4_inputs(
             num_tokens,
             routing_programs,
             pack_topk(topk_ids, topk_weights, topk_idx_out, topk_weights_out, is_padding),
-            _pack_eplb(state),
+            pack_eplb(eplb),
         ),
         {
             "HIDDEN": size,

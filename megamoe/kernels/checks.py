@@ -55,6 +55,18 @@ def require(
     return tensor
 
 
+def require_scalar(
+    name: str, value: object, dtypes: Sequence[torch.dtype], device: torch.device
+) -> torch.Tensor:
+    """A tensor of one element."""
+    tensor = require_tensor(name, value)
+    require_dtype(name, tensor, dtypes)
+    require_device(name, tensor, device)
+    if tensor.numel() != 1:
+        raise ValueError(f"{name}: expected one element, got shape {tuple(tensor.shape)}")
+    return tensor
+
+
 def require_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise ValueError(f"{name}: expected device {device} (that of hidden_states), got {tensor.device}")

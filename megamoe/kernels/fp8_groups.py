@@ -5,6 +5,7 @@ BLOCK_M tokens x BLOCK_H columns. The hidden states are read once, in 16-byte ac
 allow it, and nothing is written twice.
 """
 
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls, allow-incomplete-defs
 # ruff: noqa: PLR0124, SIM300  (a != a is the NaN test of a kernel language; dtypes compare from the left)
 
 import triton
@@ -20,7 +21,7 @@ from megamoe.kernels.numerics import (
     ue8m0_code,
     ue8m0_reciprocal,
 )
-from megamoe.kernels.routing import store_topk
+from megamoe.kernels.routing import UNSPECIALIZED, store_topk
 
 UE8M0_WORD_COLUMNS = tl.constexpr(constants.UE8M0_WORD_COLUMNS)
 
@@ -68,7 +69,7 @@ def copy_value(value, TARGET: tl.constexpr):
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def stage_groups_kernel(
     hidden,
     hidden_stride_m,

@@ -153,8 +153,25 @@ def _conversion_is_right(source: Any, target: Any, inputs: Any) -> bool:
 
 
 _CANARY_FLOATS = np.array(
-    """126.2386 31.6051 1.97 1.0625 1.1875 1000 448 464 465 inf -inf nan 0 -0.0 0.0009765625 0.00146484375
-    -1e-9 0.0029296875 0.0146 0.015625 1.00390625 1.01171875""".split(),
+    [
+        *(
+            126.2386,
+            31.6051,
+            1.97,
+            1.0625,
+            1.1875,
+            1000.0,
+            448.0,
+            464.0,
+            465.0,
+            np.inf,
+            -np.inf,
+            np.nan,
+            0.0,
+            -0.0,
+        ),
+        *(2.0**-10, 1.5 * 2.0**-10, -1e-9, 3.0 * 2.0**-10, 0.0146, 2.0**-6, 1.00390625, 1.01171875),
+    ],
     dtype=np.float32,
 )
 
@@ -165,7 +182,7 @@ def _fma_is_right() -> bool:
     z = np.array([-1.0000002, -204527219712.0, 2.0**-30], dtype=np.float32)
     handles = [TensorHandle(a, tl.float32) for a in (x, y, z)]
     actual = triton_interpreter.interpreter_builder.create_fma(*handles).data
-    return actual.tobytes() == fused_multiply_add(x, y, z).tobytes()
+    return bool(actual.tobytes() == fused_multiply_add(x, y, z).tobytes())
 
 
 @dataclass(frozen=True)

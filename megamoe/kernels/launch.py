@@ -1,13 +1,47 @@
-"""One way to start a kernel: compiled for CUDA tensors, interpreted for CPU tensors."""
+"""One way to start a kernel: compiled for CUDA tensors, interpreted for CPU tensors, or only recorded."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A kernel start: the jitted function, programs, runtime arguments, compile-time constants, warps."""
+
+    kernel: Any
+    grid: int
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+    num_warps: int
+
+
+_RECORDING: contextvars.ContextVar[list[Launch] | None] = contextvars.ContextVar(
+    "megamoe_recording", default=None
+)
+
+
+@contextlib.contextmanager
+def record() -> Iterator[list[Launch]]:
+    """Collect the launches made inside instead of starting them, with the tiles that CUDA would get.
+
+    For compiling ahead of time on a machine without a GPU: tensors may be on the CPU.
+    """
+    launches: list[Launch] = []
+    token = _RECORDING.set(launches)
+    try:
+        yield launches
+    finally:
+        _RECORDING.reset(token)
+
+
 def is_interpreted(device: torch.device) -> bool:
     """True where `launch` runs the kernel's Python function with NumPy."""
-    return device.type == "cpu"
+    return device.type == "cpu" and _RECORDING.get() is None
 
 
 def launch(
@@ -24,6 +58,10 @@ def launch(
     arithmetic wants an fma it says so with `tl.fma`. This is part of the byte contract, not a tuning
     option, and is therefore set here for every kernel.
     """
+    recording = _RECORDING.get()
+    if recording is not None:
+        recording.append(Launch(kernel, grid, args, constants, num_warps))
+        return
     if is_interpreted(device):
         from megamoe.kernels.interpreter import interpret
 

@@ -9,6 +9,7 @@ What must not be left to a compiler is written out:
 * maxima ignore NaN (`maximum_number`) or propagate it (`maximum_or_nan`), as each caller says.
 """
 
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls, allow-incomplete-defs
 import numpy as np
 import triton
 import triton.language as tl
@@ -118,6 +119,15 @@ def reciprocal_pair(value):
     """(high, low) with high + low = 1 / value to about 48 bits."""
     high = tl.div_rn(1.0, value)
     low = tl.fma(-value, high, 1.0) * high
+    return high, low
+
+
+@triton.jit
+def scale_reciprocal_pair(scale):
+    """The pair for an E4M3 scale. The quotient here may be approximate (div.full, within 2 ulp):
+    the low half repairs it, and the property that decides codes holds for every such start (tested)."""
+    high = 1.0 / scale
+    low = tl.fma(-scale, high, 1.0) * high
     return high, low
 
 

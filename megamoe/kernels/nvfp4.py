@@ -7,6 +7,8 @@ IEEE divisions, NaN as zero and a clamp at the largest code. `numerics` says why
 of them.
 """
 
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls, allow-incomplete-defs
+# mypy: disable-error-code="assignment"
 # ruff: noqa: PLR0124, PLR0912, PLR0915, RUF005  (kernel language: NaN tests, one function a kernel, tuple sums)
 
 import triton
@@ -27,8 +29,9 @@ from megamoe.kernels.numerics import (
     nvfp4_scale_code,
     page_row,
     reciprocal_pair,
+    scale_reciprocal_pair,
 )
-from megamoe.kernels.routing import store_topk
+from megamoe.kernels.routing import UNSPECIALIZED, UNSPECIALIZED_ROUTED, store_topk
 
 GROUP = tl.constexpr(constants.NVFP4_GROUP)
 TOKEN_AMAX_FLOOR = tl.constexpr(constants.NVFP4_TOKEN_AMAX_FLOOR)
@@ -39,30 +42,21 @@ UE8M0_WORD_COLUMNS = tl.constexpr(constants.UE8M0_WORD_COLUMNS)
 FAST_AMAX_LIMIT = tl.constexpr(2.0**90)
 # A group below this share of the row's scale may have a subnormal E4M3 scale (6 * 2^-6, rounded up).
 FAST_GROUP_SHARE = tl.constexpr(0.1)
+UNSPECIALIZED_TOKEN = [*UNSPECIALIZED, "num_local_experts", "x_sf_stride_k"]
+UNSPECIALIZED_BLOCK = [*UNSPECIALIZED_ROUTED, "x_sf_stride_k"]
 
 
 @triton.jit
-def store_codes(x, row_offsets, first_column, codes, mask, HIDDEN: tl.constexpr, WORDS: tl.constexpr):
-    """Packs E2M1 codes [M, H] two a byte, even column low, and stores them as words or bytes."""
-    M: tl.constexpr = codes.shape[0]
-    H: tl.constexpr = codes.shape[1]
-    PER_STORE: tl.constexpr = 8 if WORDS else 2
-    shifts = (tl.arange(0, PER_STORE) * 4)[None, None, :].to(tl.uint32)
-    packed = tl.reduce(tl.reshape(codes, (M, H // PER_STORE, PER_STORE)) << shifts, 2, add)
-    packed = drop_negative_zeros(packed.to(tl.uint32))
-    column = first_column // PER_STORE + tl.arange(0, H // PER_STORE)[None, :]
-    live = mask & (column < HIDDEN // PER_STORE)
-    if WORDS:
-        tl.store(x + row_offsets + column, packed.to(tl.int32), mask=live)
-    else:
-        tl.store(x + row_offsets + column, packed.to(tl.uint8), mask=live)
+def group_columns(first_column, GROUPS: tl.constexpr):
+    """Columns of a tile as [1, GROUPS, 16]: tiles are loaded in the shape in which they are reduced."""
+    groups = tl.arange(0, GROUPS) + first_column // GROUP
+    return groups[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
 
 
 @triton.jit
 def group_amax(values):
-    """[M, H] float32 -> [M, H / 16]; NaN if the group holds one."""
-    groups = tl.reshape(values, (values.shape[0], values.shape[1] // GROUP, GROUP))
-    return tl.reduce(tl.abs(groups), 2, maximum_or_nan)
+    """[M, G, 16] float32 -> [M, G]; NaN if the group holds one."""
+    return tl.reduce(tl.abs(values), 2, maximum_or_nan)
 
 
 @triton.jit
@@ -72,49 +66,55 @@ def nan_to_zero(values):
 
 @triton.jit
 def quantize_scaled(scaled, amax, CLAMP: tl.constexpr):
-    """E2M1 codes of `scaled` [M, H] (no NaN) and E4M3 scale bytes [M, H / 16], from the groups' maxima.
+    """E2M1 codes of `scaled` [M, G, 16] (no NaN) and E4M3 scale bytes [M, G], from the groups' maxima.
 
     w = scaled / S decides the code. With CLAMP, magnitudes above the grid's end saturate.
     """
-    M: tl.constexpr = scaled.shape[0]
-    H: tl.constexpr = scaled.shape[1]
     scale_code = nvfp4_scale_code(amax)
-    high, low = reciprocal_pair(scale_code.to(tl.float32))
-    groups = tl.reshape(scaled, (M, H // GROUP, GROUP))
-    w = tl.abs(multiply_pair(groups, high[:, :, None], low[:, :, None]))
+    high, low = scale_reciprocal_pair(scale_code.to(tl.float32))
+    w = tl.abs(multiply_pair(scaled, high[:, :, None], low[:, :, None]))
     if CLAMP:
         w = minimum_number(w, E2M1_MAX)
-    codes = e2m1_code(w, float_bits(groups))
-    return tl.reshape(codes, (M, H)), scale_code.to(tl.uint8, bitcast=True)
+    return e2m1_code(w, float_bits(scaled)), scale_code.to(tl.uint8, bitcast=True)
 
 
 @triton.jit
-def store_scales(x_sf, row_offsets, group_stride, first_column, scale_bytes, mask, HIDDEN: tl.constexpr):
-    group = first_column // GROUP + tl.arange(0, scale_bytes.shape[1])[None, :]
-    tl.store(
-        x_sf + row_offsets + group.to(tl.int64) * group_stride,
-        scale_bytes,
-        mask=mask & (group < HIDDEN // GROUP),
-    )
+def store_codes(x, row_offsets, first_column, codes, live, HIDDEN: tl.constexpr, WORDS: tl.constexpr):
+    """Packs E2M1 codes [M, G, 16] two a byte, even column low, and stores them as words or bytes."""
+    M: tl.constexpr = codes.shape[0]
+    GROUPS: tl.constexpr = codes.shape[1]
+    PER_STORE: tl.constexpr = 8 if WORDS else 2
+    STORES: tl.constexpr = GROUP // PER_STORE
+    shifts = (tl.arange(0, PER_STORE) * 4)[None, None, None, :].to(tl.uint32)
+    packed = tl.reduce(tl.reshape(codes, (M, GROUPS, STORES, PER_STORE)) << shifts, 3, add)
+    packed = drop_negative_zeros(packed.to(tl.uint32))
+    groups = (tl.arange(0, GROUPS) + first_column // GROUP)[None, :, None]
+    pointers = x + row_offsets[:, :, None] + groups * STORES + tl.arange(0, STORES)[None, None, :]
+    mask = live[:, :, None] & (groups < HIDDEN // GROUP)
+    if WORDS:
+        tl.store(pointers, packed.to(tl.int32), mask=mask)
+    else:
+        tl.store(pointers, packed.to(tl.uint8), mask=mask)
 
 
 @triton.jit
-def store_scale_words(x_sf, row_offsets, word_stride, first_column, scale_bytes, mask, HIDDEN: tl.constexpr):
+def store_scales(x_sf, row_offsets, group_stride, first_column, scale_bytes, live, HIDDEN: tl.constexpr):
     M: tl.constexpr = scale_bytes.shape[0]
-    WORDS: tl.constexpr = scale_bytes.shape[1] // 4
-    shifts = (tl.arange(0, 4) * 8)[None, None, :].to(tl.uint32)
-    by_word = tl.reshape(scale_bytes.to(tl.uint32), (M, WORDS, 4)) << shifts
-    words = tl.reduce(by_word, 2, add).to(tl.int32)
-    word = first_column // 64 + tl.arange(0, WORDS)[None, :]
-    tl.store(x_sf + row_offsets + word.to(tl.int64) * word_stride, words, mask=mask & (word < HIDDEN // 64))
+    GROUPS: tl.constexpr = scale_bytes.shape[1]
+    # Stored by the threads that hold the group's codes. For a [M, G] store, or if the compiler knew that
+    # group_stride is 1, it would first move the bytes to other threads through shared memory.
+    half = tl.arange(0, 2)[None, None, :]
+    groups = (tl.arange(0, GROUPS) + first_column // GROUP)[None, :, None]
+    pointers = x_sf + row_offsets[:, :, None] + groups.to(tl.int64) * group_stride + half
+    mask = live[:, :, None] & (groups < HIDDEN // GROUP) & (half == 0)
+    tl.store(pointers, tl.broadcast_to(scale_bytes[:, :, None], (M, GROUPS, 2)), mask=mask)
 
 
 @triton.jit
 def store_shared(
-    values,  # the hidden states as loaded, [M, H]
+    values,  # the hidden states as loaded, [M, G, 16]
     rows,
     columns,
-    mask,
     first_column,
     shared_x,
     shared_x_stride_m,
@@ -126,13 +126,18 @@ def store_shared(
     live,
     HIDDEN: tl.constexpr,
 ):
-    pointers = shared_x + rows * shared_x_stride_m + columns
+    """The shared experts' input: a bfloat16 copy, or MXFP8 with its scale words in pages."""
+    M: tl.constexpr = values.shape[0]
+    GROUPS: tl.constexpr = values.shape[1]
+    pointers = shared_x + (rows * shared_x_stride_m)[:, :, None] + columns
+    mask = live[:, :, None] & (columns < HIDDEN)
     if shared_x_sf is None:
         tl.store(pointers, copy_value(values, shared_x.dtype.element_ty), mask=mask)
     else:
-        codes, words = quantize_ue8m0_groups(values.to(tl.float32), 32)
-        tl.store(pointers, codes, mask=mask)
-        word = first_column // UE8M0_WORD_COLUMNS + tl.arange(0, words.shape[1])[None, :]
+        flat = tl.reshape(values.to(tl.float32), (M, GROUPS * GROUP))
+        codes, words = quantize_ue8m0_groups(flat, 32)
+        tl.store(pointers, tl.reshape(codes, (M, GROUPS, GROUP)), mask=mask)
+        word = (tl.arange(0, words.shape[1]) + first_column // UE8M0_WORD_COLUMNS)[None, :]
         page = page_row(rows, shared_block_m, shared_page_rows)
         tl.store(
             shared_x_sf + page * shared_sf_stride_m + word.to(tl.int64) * shared_sf_stride_k,
@@ -141,7 +146,7 @@ def store_shared(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED_TOKEN)
 def stage_nvfp4_token_kernel(
     hidden,
     hidden_stride_m,
@@ -150,6 +155,7 @@ def stage_nvfp4_token_kernel(
     x_stride_m,
     x_sf,
     x_sf_stride_m,
+    x_sf_stride_k,
     x_scales,
     x_scales_stride,
     shared_x,
@@ -192,63 +198,63 @@ def stage_nvfp4_token_kernel(
         tokens = (program - num_routing_programs) * BLOCK_M + tl.arange(0, BLOCK_M)
         live = (tokens < num_tokens)[:, None]
         rows = tokens.to(tl.int64)[:, None]
-        lanes = tl.arange(0, BLOCK_H)[None, :]
+        GROUPS: tl.constexpr = BLOCK_H // GROUP
+        x_offsets = rows * x_stride_m
+        sf_offsets = rows * x_sf_stride_m
         chunks = ()
         for i in tl.static_range(CHUNKS):
-            columns = i * BLOCK_H + lanes
-            mask = live
+            columns = group_columns(i * BLOCK_H, GROUPS)
+            mask = live[:, :, None]
             if HIDDEN % BLOCK_H != 0 and i == CHUNKS - 1:
-                mask = live & (columns < HIDDEN)
-            pointers = hidden + rows * hidden_stride_m + columns.to(tl.int64) * hidden_stride_h
+                mask = mask & (columns < HIDDEN)
+            pointers = hidden + (rows * hidden_stride_m)[:, :, None] + columns.to(tl.int64) * hidden_stride_h
             chunks = chunks + (tl.load(pointers, mask=mask, other=0.0),)
+        # Maxima are combined lane by lane first: one reduction across the program, not one a chunk.
         amaxes = ()
-        row_amax = tl.zeros((BLOCK_M,), tl.float32)
-        low_amax = tl.full((BLOCK_M,), float("inf"), tl.float32)
+        highest = tl.zeros((BLOCK_M, GROUPS), tl.float32)
+        lowest = tl.full((BLOCK_M, GROUPS), float("inf"), tl.float32)
         for i in tl.static_range(CHUNKS):
             amax = group_amax(chunks[i].to(tl.float32))
             amaxes = amaxes + (amax,)
-            row_amax = maximum_or_nan(row_amax, tl.reduce(amax, 1, maximum_or_nan))
-            nonzero = tl.where(amax == 0.0, float("inf"), amax)
-            low_amax = minimum_number(low_amax, tl.reduce(nonzero, 1, minimum_number))
+            highest = maximum_or_nan(highest, amax)
+            lowest = minimum_number(lowest, tl.where(amax == 0.0, float("inf"), amax))
+        row_amax = tl.reduce(highest, 1, maximum_or_nan)
+        low_amax = tl.reduce(lowest, 1, minimum_number)
         xs = maximum_number(row_amax, TOKEN_AMAX_FLOOR) * TOKEN_RECIPROCAL
         usual = (row_amax < FAST_AMAX_LIMIT) & (low_amax >= xs * FAST_GROUP_SHARE)
-        x_offsets = rows * x_stride_m
-        sf_offsets = rows * x_sf_stride_m
         if EXACT_DIVISION:
             usual = usual & False
         if tl.reduce(usual.to(tl.int32), 0, minimum_number) == 0:
-            row_amax = tl.zeros((BLOCK_M,), tl.float32)
+            highest = tl.zeros((BLOCK_M, GROUPS), tl.float32)
             for i in tl.static_range(CHUNKS):
-                amax = group_amax(nan_to_zero(chunks[i].to(tl.float32)))
-                row_amax = maximum_number(row_amax, tl.reduce(amax, 1, maximum_number))
+                highest = maximum_number(highest, group_amax(nan_to_zero(chunks[i].to(tl.float32))))
+            row_amax = tl.reduce(highest, 1, maximum_number)
             xs = maximum_number(row_amax, TOKEN_AMAX_FLOOR) * TOKEN_RECIPROCAL
-            for i in range(CHUNKS):
-                columns = i * BLOCK_H + lanes
-                mask = live
-                if HIDDEN % BLOCK_H != 0:
-                    mask = live & (columns < HIDDEN)
-                pointers = hidden + rows * hidden_stride_m + columns.to(tl.int64) * hidden_stride_h
-                values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-                scaled = nan_to_zero(tl.div_rn(values, tl.broadcast_to(xs[:, None], (BLOCK_M, BLOCK_H))))
+            for chunk in range(CHUNKS):
+                slow_columns = group_columns(chunk * BLOCK_H, GROUPS)
+                slow_mask = live[:, :, None] & (slow_columns < HIDDEN)
+                slow_pointers = hidden + (rows * hidden_stride_m)[:, :, None]
+                slow_pointers += slow_columns.to(tl.int64) * hidden_stride_h
+                values = tl.load(slow_pointers, mask=slow_mask, other=0.0).to(tl.float32)
+                divisor = tl.broadcast_to(xs[:, None, None], (BLOCK_M, GROUPS, GROUP))
+                scaled = nan_to_zero(tl.div_rn(values, divisor))
                 codes, scale_bytes = quantize_scaled(scaled, group_amax(scaled), True)
-                store_codes(x, x_offsets, i * BLOCK_H, codes, live, HIDDEN, X_WORDS)
-                store_scale_words(x_sf, sf_offsets, 1, i * BLOCK_H, scale_bytes, live, HIDDEN)
+                store_codes(x, x_offsets, chunk * BLOCK_H, codes, live, HIDDEN, X_WORDS)
+                store_scales(x_sf, sf_offsets, x_sf_stride_k, chunk * BLOCK_H, scale_bytes, live, HIDDEN)
         else:
             high, low = reciprocal_pair(xs[:, None])
             for i in tl.static_range(CHUNKS):
-                scaled = multiply_pair(chunks[i].to(tl.float32), high, low)
+                scaled = multiply_pair(chunks[i].to(tl.float32), high[:, :, None], low[:, :, None])
                 codes, scale_bytes = quantize_scaled(scaled, multiply_pair(amaxes[i], high, low), False)
                 store_codes(x, x_offsets, i * BLOCK_H, codes, live, HIDDEN, X_WORDS)
-                store_scale_words(x_sf, sf_offsets, 1, i * BLOCK_H, scale_bytes, live, HIDDEN)
+                store_scales(x_sf, sf_offsets, x_sf_stride_k, i * BLOCK_H, scale_bytes, live, HIDDEN)
         tl.store(x_scales + tokens.to(tl.int64) * x_scales_stride, xs, mask=tokens < num_tokens)
         if shared_x is not None:
             for i in tl.static_range(CHUNKS):
-                columns = i * BLOCK_H + lanes
                 store_shared(
                     chunks[i],
                     rows,
-                    columns,
-                    live & (columns < HIDDEN),
+                    group_columns(i * BLOCK_H, GROUPS),
                     i * BLOCK_H,
                     shared_x,
                     shared_x_stride_m,
@@ -264,7 +270,7 @@ def stage_nvfp4_token_kernel(
 
 @triton.jit
 def quantize_block(values):
-    """One-level NVFP4 of float32 [M, H]: codes and scale bytes.
+    """One-level NVFP4 of float32 [M, G, 16]: codes and scale bytes.
 
     Saturated groups (amax above 2688, scale 448) are clamped first: every code and scale stays the same,
     infinities become finite, and NaN becomes zero without a test per element in the usual case.
@@ -278,7 +284,7 @@ def quantize_block(values):
     return quantize_scaled(values, amax, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED_BLOCK)
 def stage_nvfp4_block_kernel(
     hidden,
     hidden_stride_m,
@@ -309,12 +315,12 @@ def stage_nvfp4_block_kernel(
         first_column = (tile % COLUMN_TILES) * BLOCK_H
         tokens = (tile // COLUMN_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
         rows = tokens.to(tl.int64)[:, None]
-        columns = (first_column + tl.arange(0, BLOCK_H))[None, :]
+        columns = group_columns(first_column, BLOCK_H // GROUP)
         live = (tokens < num_tokens)[:, None]
-        mask = live
+        mask = live[:, :, None]
         if HIDDEN % BLOCK_H != 0:
-            mask = live & (columns < HIDDEN)
-        pointers = hidden + rows * hidden_stride_m + columns.to(tl.int64) * hidden_stride_h
+            mask = mask & (columns < HIDDEN)
+        pointers = hidden + (rows * hidden_stride_m)[:, :, None] + columns.to(tl.int64) * hidden_stride_h
         codes, scale_bytes = quantize_block(tl.load(pointers, mask=mask, other=0.0).to(tl.float32))
         store_codes(x, rows * x_stride_m, first_column, codes, live, HIDDEN, X_WORDS)
         store_scales(x_sf, rows * x_sf_stride_m, x_sf_stride_k, first_column, scale_bytes, live, HIDDEN)
@@ -354,7 +360,7 @@ def row_sum_of_squares(hidden, row_offset, stride, HIDDEN: tl.constexpr):
     return tl.reduce(tl.reduce(warps, 0, add), 0, add)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_sf_stride_k"])
 def stage_nvfp4_norm_kernel(
     hidden,
     hidden_stride_m,
@@ -380,13 +386,12 @@ def stage_nvfp4_norm_kernel(
     live = tl.full((1, 1), 1, tl.int1)
     rows = tl.full((1, 1), 0, tl.int64) + row
     for i in tl.static_range((HIDDEN + BLOCK_H - 1) // BLOCK_H):
-        columns = i * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
+        columns = group_columns(i * BLOCK_H, BLOCK_H // GROUP)
         mask = columns < HIDDEN
-        wide_columns = columns.to(tl.int64)
-        values = tl.load(
-            hidden + rows * hidden_stride_m + wide_columns * hidden_stride_h, mask=mask, other=0.0
-        )
-        weight = tl.load(norm_weight + wide_columns * norm_weight_stride, mask=mask, other=0.0)
+        wide = columns.to(tl.int64)
+        pointers = hidden + (rows * hidden_stride_m)[:, :, None] + wide * hidden_stride_h
+        values = tl.load(pointers, mask=mask, other=0.0)
+        weight = tl.load(norm_weight + wide * norm_weight_stride, mask=mask, other=0.0)
         gamma = weight.to(tl.float32) + gain_center
         normed = ((values.to(tl.float32) * rstd) * gamma).to(tl.bfloat16).to(tl.float32)
         codes, scale_bytes = quantize_block(tl.where(mask, normed, 0.0))

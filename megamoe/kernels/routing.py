@@ -4,15 +4,25 @@ The fused form is one device function that every staging kernel calls from progr
 the chain id -> replica count -> physical id runs beside the quantization, not after it.
 """
 
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls, allow-incomplete-defs
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from megamoe.eplb import EplbTensors
 from megamoe.kernels import constants
 
 PADDING_EXPERT_ID = tl.constexpr(constants.PADDING_EXPERT_ID)
 PADDING_WEIGHT = tl.constexpr(constants.PADDING_WEIGHT)
 REPLICA_HASH_MULTIPLIER = tl.constexpr(constants.REPLICA_HASH_MULTIPLIER)
+
+# Arguments that change from call to call: a compiled kernel must not depend on their value being 1 or a
+# multiple of 16.
+UNSPECIALIZED_ROUTED = ["num_tokens", "num_routing_programs"]
+UNSPECIALIZED = [*UNSPECIALIZED_ROUTED, "shared_block_m", "shared_page_rows"]
 
 
 @triton.jit
@@ -103,7 +113,7 @@ def store_topk(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids"])
 def eplb_kernel(topk_ids, physical_ids, num_ids, num_slots, eplb, BLOCK: tl.constexpr):
     """The stand-alone form on contiguous ids; ids wrap to int32 first, as in production."""
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -113,27 +123,34 @@ def eplb_kernel(topk_ids, physical_ids, num_ids, num_slots, eplb, BLOCK: tl.cons
     tl.store(physical_ids + position, physical, mask=mask)
 
 
-def pack_topk(topk_ids, topk_weights, topk_idx_out, topk_weights_out, is_padding):
+def pack_topk(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    topk_idx_out: Tensor,
+    topk_weights_out: Tensor,
+    is_padding: Tensor | None,
+) -> tuple[Any, ...]:
     """The `topk` argument of the kernels: tensors, each followed by its strides; flags go as bytes."""
     padding = (None, 0) if is_padding is None else (is_padding.view(torch.uint8), is_padding.stride(0))
-    packed = ()
+    packed: tuple[Any, ...] = ()
     for tensor in (topk_ids, topk_weights, topk_idx_out, topk_weights_out):
         packed += (tensor, *tensor.stride())
     return packed + padding
 
 
-def pack_eplb(expert_map, replica_count, load, record, num_unpadded):
-    """The `eplb` argument of the kernels."""
+def pack_eplb(tensors: EplbTensors | None) -> tuple[Any, ...] | None:
+    """The `eplb` argument of the kernels; None where nothing is mapped."""
+    if tensors is None:
+        return None
     return (
-        expert_map,
-        *expert_map.stride(),
-        replica_count,
-        replica_count.stride(0),
-        load,
-        load.stride(0),
-        record.view(torch.uint8),
-        num_unpadded,
-        expert_map.shape[0],
-        expert_map.shape[1],
-        load.shape[0],
+        tensors.expert_map,
+        *tensors.expert_map.stride(),
+        tensors.replica_count,
+        tensors.replica_count.stride(0),
+        tensors.load,
+        tensors.load.stride(0),
+        tensors.record.view(torch.uint8),
+        tensors.num_unpadded,
+        *tensors.expert_map.shape,
+        tensors.load.shape[0],
     )
