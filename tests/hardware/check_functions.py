@@ -1,6 +1,7 @@
-"""Compares reference.activation's functions with this GPU for every float32: run as a script.
+"""Compares the functions of reference.activation with this GPU for every float32.
 
-One line a function: how many of the 2^32 inputs differ, bit for bit, with examples. Exit status 1 if any does.
+One line a function: how many of the 2^32 inputs differ, bit for bit, with examples. Exit status 1 if any
+does.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from pathlib import Path
 import torch
 
 sys.path[:0] = [str(Path(__file__).parents[2])]
-from hardware import all_floats, evaluate
+from hardware import all_floats, evaluate  # noqa: E402
 
-from reference import activation
+from reference import activation  # noqa: E402
 
 FUNCTIONS = {
     "ex2_approx_ftz": activation.ex2_approx_ftz,

@@ -1,7 +1,8 @@
 """Compares the Hopper rows of reference.tensor_core with wgmma.
 
-A Triton ``tl.dot`` keeps the whole K loop in the tensor core (its PTX is checked for that), with an accumulator from
-memory. Prints, for operands, K and category, how many results were compared and how many differ, bit for bit.
+A Triton ``tl.dot`` keeps the whole K loop in the tensor core (its PTX is checked for that), with an
+accumulator
+from memory. Prints, for operands, K and category, how many results were compared and how many differ.
 Exit status 1 if any result differs.
 """
 
@@ -90,8 +91,9 @@ def report(a, b, c, expected, actual, limit: int) -> None:
     for t, i, j in places.tolist():
         kept = ((a[t, i].float() != 0) & (b[t, j].float() != 0)).nonzero().flatten()[:32]
         zeros = a.shape[-1] - len(kept)
+        results = f"model {hexes(expected[t, i, j])} hardware {hexes(actual[t, i, j])}"
         print(
-            f"    c {hexes(c[t, i, j])} model {hexes(expected[t, i, j])} hardware {hexes(actual[t, i, j])} zeros {zeros} "
+            f"    c {hexes(c[t, i, j])} {results} zeros {zeros} "
             f"k {kept.tolist() if a.shape[-1] > 32 else ''} a {hexes(a[t, i, kept])} b {hexes(b[t, j, kept])}"
         )
 
@@ -112,9 +114,8 @@ def special_cases() -> None:
         )[0]
         out = hexes(hardware_dot(a, b, c)[0][0, 0, 0])
         model = hexes(tensor_core.matmul(family, a, b, accumulator=c)[0, 0, 0])
-        print(
-            f"  {name} a {a_values} b {b_values} c {c_bits:08x} -> hardware {out} model {model} {'' if out == model else 'DIFFERS'}"
-        )
+        verdict = "" if out == model else "DIFFERS"
+        print(f"  {name} a {a_values} b {b_values} c {c_bits:08x} -> hardware {out} model {model} {verdict}")
 
     for c_bits in (0x30800000, 0x30800001, 0x00000001, 0x00012345, 0x80000000, 0x7F7FFFFF, 0x3F8FFFFF):
         ask("e4m3", [0.0], [448.0], c_bits, "hopper_fp8")
@@ -186,8 +187,9 @@ def main() -> int:
                         report(a, b, c, expected, actual, options.examples)
             except Exception as error:
                 print("FAILED", family, a_name, b_name, k, repr(error)[:300])
+            each = options.tiles * TILE * TILE
             print(
-                f"{family} {a_name}x{b_name} K {k}, {options.tiles * TILE * TILE} results a category, differing: {', '.join(line)}",
+                f"{family} {a_name}x{b_name} K {k}, {each} a category, differing: {', '.join(line)}",
                 flush=True,
             )
     print(f"{time.time() - start:.1f} s")
@@ -214,10 +216,8 @@ def main() -> int:
                     tensor_core.matmul("hopper_fp8", a, b)
                     torch.cuda.synchronize()
                     rates.append(m * n * k / (time.time() - begin) / 1e9)
-                print(
-                    f"SPEED hopper_fp8 m {m} n {n} k {k} block 2^{block}: {[round(r, 1) for r in rates]} G MAC/s",
-                    flush=True,
-                )
+                figures = [round(rate, 1) for rate in rates]
+                print(f"SPEED hopper_fp8 m {m} n {n} k {k} block 2^{block}: {figures} G MAC/s", flush=True)
     for name, (compared, bad) in totals.items():
         print(f"TOTAL {name}: {compared} results compared, {bad} differ")
     return int(any(bad for _, bad in totals.values()))

@@ -1,8 +1,8 @@
 """Measures rcp.approx, ex2.approx and rsqrt.approx on this GPU, run as a script: measure_functions.py OUT.
 
-Writes OUT/functions.bin.xz: for every table the differences from the correctly rounded value (int8), in the order
-of the printed lines, which also give the sha256 of the raw float32 results. Prints how the results for all other
-exponents follow from the tables.
+Writes OUT/functions.bin.xz: for every table the differences from the correctly rounded value (int8), in the
+order of the printed lines, which also give the sha256 of the raw float32 results. Prints how the results for
+all other exponents follow from the tables.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from hardware import all_floats, evaluate  # noqa: E402
+from hardware import all_floats, evaluate
 
 
 def binade(field: int, sign: int = 0) -> torch.Tensor:
@@ -93,7 +91,6 @@ def ftz(y):
 
 def exponents(t: dict[str, torch.Tensor]) -> None:
     """How results outside the tables follow from them, one line for every exponent that does not."""
-    j = torch.arange(1 << 23, device="cuda")
     for sign in (0, 1):
         good = []
         for field in range(256):
@@ -126,7 +123,7 @@ def exponents(t: dict[str, torch.Tensor]) -> None:
         print(
             "rsqrt negative field",
             field,
-            [(hex(v & 0xFFFFFFFF), c) for v, c in zip(values[:4].tolist(), counts[:4].tolist())],
+            [(hex(v & 0xFFFFFFFF), c) for v, c in zip(values.tolist(), counts.tolist(), strict=True)][:4],
         )
 
     # ex2: fraction tables with 23 bits (from [1, 2)) and, for the upper half, 24 bits (from [0.5, 1)).
@@ -209,18 +206,16 @@ def sequences() -> None:
 
 
 def rounding_of_small() -> None:
-    """ex2 near 1: where the result changes as x grows within small binades (for the fixed-point conversion)."""
+    """ex2 near 1: where the result changes as x grows within small binades (the fixed-point conversion)."""
     for sign in (0, 1):
         for field in (126, 125, 124, 123, 122, 121, 120, 118, 116, 110, 104, 103, 102, 101, 100):
-            x = binade(field, sign)
-            y = i32(evaluate("ex2_approx_ftz", x))
+            y = i32(evaluate("ex2_approx_ftz", binade(field, sign)))
             change = (y[1:] != y[:-1]).nonzero().flatten() + 1
-            step = (change[1:] - change[:-1]) if len(change) > 1 else change
-            values, counts = step.unique(return_counts=True) if len(step) else (step, step)
+            divisor = np.gcd.reduce(change[:200000].cpu().numpy()) if len(change) else 0
+            first, last = (hex(v & 0xFFFFFFFF) for v in (y[0].item(), y[-1].item()))
             print(
-                f"ex2 sign {sign} field {field}: first {hex(y[0].item() & 0xFFFFFFFF)} last {hex(y[-1].item() & 0xFFFFFFFF)} "
-                f"changes {len(change)} at {change[:6].tolist()} gcd of places {np.gcd.reduce(change[:200000].cpu().numpy()) if len(change) else 0} "
-                f"steps {list(zip(values[:5].tolist(), counts[:5].tolist()))}"
+                f"ex2 sign {sign} field {field}: first {first} last {last} changes {len(change)} "
+                f"at {change[:6].tolist()}, their greatest common divisor {divisor}"
             )
 
 
