@@ -66,6 +66,7 @@ class DeepGemmNvfp4MegaMoEBackend(_Nvfp4Weights):
     mma_type = "nvfp4"
     hidden_quant = kNvfp4DynamicToken
     launch = "nvfp4_mega_moe"
+    shared_functions = ("NVFP4SymmBuffer", "nvfp4_mega_moe", "get_block_m_for_nvfp4_mega_moe")
     launch_options = ("l1_alpha", "l2_alpha", "l2_activation_scale", "use_x_scales")
     requires = ("nvfp4_mega_moe", "NVFP4SymmBuffer", "transform_weights_for_mega_moe")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,6 +20,9 @@ class DeepGemmSm100Family(DeepGemmMegaMoEBackend):
     architecture = "SM100"
     capabilities = ((10, None),)
     hidden_multiple = 256
+    # Functions whose build must know shared experts (buffer, launch, block_m); None where the family fuses
+    # none.
+    shared_functions: ClassVar[tuple[str, str, str] | None] = None
 
     def supports_bf16_mega_gate(self) -> bool:
         """True, unless a build is at hand that lacks the function: the architecture has the kernel."""
@@ -35,6 +38,45 @@ class DeepGemmSm100Family(DeepGemmMegaMoEBackend):
             if backend.mma_type == mma_type and issubclass(backend, DeepGemmSm100Family):
                 return backend(self._library)
         return None
+
+    def supports_shared_experts(self, deep_gemm: Any) -> bool:
+        """True if the build's functions take shared experts. AttributeError if a function itself is
+        missing.
+        """
+        if self.shared_functions is None:
+            return False
+        create, run, block_m = self.shared_functions
+        buffer, launch = getattr(deep_gemm, create), getattr(deep_gemm, run)
+        return (
+            hasattr(deep_gemm, block_m)
+            and hasattr(deep_gemm, "transform_weights_for_mega_moe")
+            and declares(buffer, "num_shared_experts")
+            and declares(launch, "shared_l1_weights", "shared_l2_weights")
+        )
+
+    def transform_shared_expert_weights(
+        self,
+        *,
+        shared_experts: Any,
+        num_shared_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        prefix: str,
+    ) -> tuple[Weights, Weights] | None:
+        """((L1 weight, scale), (L2 weight, scale)) of block-FP8 shared experts, or None and one warning
+        saying why.
+
+        L1 weight is gate_up_proj.weight's new storage; L2 weight is down_proj.weight's. Layouts: NUMERICS
+        5.6, 5.7.
+        """
+        if self.shared_functions is None:
+            return None
+        result, why = shared.transform(
+            shared_experts, num_shared_experts, hidden_size, intermediate_size, self.library
+        )
+        if result is None:
+            self.warn_once(f"{prefix}: shared experts are not fused into the MegaMoE launch: {why}")
+        return result
 
     def shared_pages(self, symm_buffer: Any, num_tokens: int) -> dict[str, Any]:
         """Arguments that make staging write the shared experts' scale pages; empty without fused shared
@@ -69,6 +111,7 @@ class DeepGemmSm100MegaMoEBackend(DeepGemmSm100Family):
     name = "deep_gemm_sm100"
     mma_type = "fp8xfp4"
     launch = "fp8_fp4_mega_moe"
+    shared_functions = ("get_symm_buffer_for_mega_moe", "fp8_fp4_mega_moe", "get_block_m_for_mega_moe")
     requires = (
         "fp8_fp4_mega_moe",
         "transform_weights_for_mega_moe",
@@ -109,38 +152,4 @@ class DeepGemmSm100MegaMoEBackend(DeepGemmSm100Family):
             (w2.view(torch.int8).contiguous(), l2_sf),
             **keep_given({"activation": activation}),
         )
-        return result
-
-    def supports_shared_experts(self, deep_gemm: Any) -> bool:
-        """True if the build's functions take shared experts. AttributeError if a function itself is
-        missing.
-        """
-        buffer, launch = deep_gemm.get_symm_buffer_for_mega_moe, deep_gemm.fp8_fp4_mega_moe
-        return (
-            hasattr(deep_gemm, "get_block_m_for_mega_moe")
-            and hasattr(deep_gemm, "transform_weights_for_mega_moe")
-            and declares(buffer, "num_shared_experts")
-            and declares(launch, "shared_l1_weights", "shared_l2_weights")
-        )
-
-    def transform_shared_expert_weights(
-        self,
-        *,
-        shared_experts: Any,
-        num_shared_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        prefix: str,
-    ) -> tuple[Weights, Weights] | None:
-        """((L1 weight, scale), (L2 weight, scale)) of block-FP8 shared experts, or None and one warning
-        saying why.
-
-        L1 weight is gate_up_proj.weight's new storage; L2 weight is down_proj.weight's. Layouts: NUMERICS
-        5.6, 5.7.
-        """
-        result, why = shared.transform(
-            shared_experts, num_shared_experts, hidden_size, intermediate_size, self.library
-        )
-        if result is None:
-            self.warn_once(f"{prefix}: shared experts are not fused into the MegaMoE launch: {why}")
         return result

@@ -22,7 +22,7 @@ from megamoe.backends.deep_gemm_sm100 import DeepGemmSm100MegaMoEBackend
 class ReferenceLibrary:
     """The reference under deep_gemm's names: attributes are looked up in the modules of ``reference``."""
 
-    MODULES = ("mega_moe", "symm_buffer", "weights", "heuristics", "gate", "pre_dispatch")
+    MODULES = ("weights", "mega_moe", "symm_buffer", "heuristics", "gate", "pre_dispatch")
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):

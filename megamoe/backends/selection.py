@@ -57,7 +57,7 @@ def registered_backends() -> dict[str, metadata.EntryPoint]:
     warning.
     """
     found: dict[str, metadata.EntryPoint] = {}
-    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
+    for entry in sorted(metadata.entry_points(group=ENTRY_POINT_GROUP), key=lambda e: e.name):
         if entry.name in found and entry.value != found[entry.name].value:
             warnings.warn(
                 f"two packages register the MegaMoE backend {entry.name!r}: "

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-WINDOW_BYTES = 32 << 20
+WINDOW_BYTES = 16 << 20
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -65,11 +65,20 @@ class Shard:
 
     def tensors(self) -> Iterator[tuple[str, ShardTensor]]:
         """(name, unread tensor) for everything in the file, in the order of its bytes."""
+        # Described first: a reference to the mapping here would keep its pages resident while the tensors are
+        # read.
+        yield from self._describe()
+
+    def _describe(self) -> list[tuple[str, ShardTensor]]:
         handle = self.handle()
-        names = handle.offset_keys() if hasattr(handle, "offset_keys") else list(handle.keys())
-        for name in names:
-            piece = self.handle().get_slice(name)
-            yield name, ShardTensor(self, name, tuple(piece.get_shape()), _DTYPES[piece.get_dtype()])
+        described = []
+        for name in handle.offset_keys() if hasattr(handle, "offset_keys") else handle.keys():
+            piece = handle.get_slice(name)
+            if piece.get_dtype() not in _DTYPES:
+                raise TypeError(f"{self.path.name}: {name}: no torch dtype for {piece.get_dtype()}")
+            tensor = ShardTensor(self, name, tuple(piece.get_shape()), _DTYPES[piece.get_dtype()])
+            described.append((name, tensor))
+        return described
 
     def read(self, name: str, rows: slice | None, size_bytes: int) -> torch.Tensor:
         """A copy of the whole tensor, or of ``rows`` of its first axis."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 # Weight bytes of L1 transformed in one go.
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 4 << 20
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -66,9 +66,8 @@ def transform_in_place(
     hidden_size: int,
     intermediate_size: int,
     activation: str | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Any, Any]:
-    """(L1, L2) of ``backend.transform_weights`` for all experts, with at most ``chunk_bytes`` of weights
+    """(L1, L2) of ``backend.transform_weights`` for all experts, with at most CHUNK_BYTES of weights
     copied at once.
 
     The L1 weight takes w13_weight's storage over and L2's stays w2_weight's; scales are new tensors.
@@ -77,7 +76,7 @@ def transform_in_place(
     """
     experts = w13_weight.shape[0]
     per_expert = w13_weight[0].numel() * w13_weight.element_size()
-    step = max(1, min(experts, chunk_bytes // max(per_expert, 1)))
+    step = max(1, min(experts, CHUNK_BYTES // max(per_expert, 1)))
     l1_weight: torch.Tensor | None = None
     l2_weight: torch.Tensor | None = None
     l1_scale: torch.Tensor | None = None

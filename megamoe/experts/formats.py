@@ -15,7 +15,7 @@ from megamoe.experts.values import check_block_scale, check_global_scale, to_ue8
 
 Shape = Callable[[int, int], tuple[int, ...]]
 Convert = Callable[[torch.Tensor], torch.Tensor]
-Check = Callable[[torch.Tensor], str]
+Check = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ParameterFormat:
     """One parameter: ``shape(H, I)`` of an expert, the dtype it is kept in, and what a checkpoint may bring.
 
     accepts: dtypes that hold the same bits, or that ``convert`` turns into ``dtype`` exactly.
-    check: returns what is wrong with converted values, or "".
+    check: refuses converted values that no kernel can use (UnusableValueError).
     """
 
     name: str

@@ -13,7 +13,7 @@ from megamoe.experts.formats import ParameterFormat
 from megamoe.experts.values import UnusableValueError
 
 # Bytes copied in one go; a bound on the temporary memory of a conversion.
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 4 << 20
 
 # Names of one expert's tensors, as checkpoints write them; "w13_..." and "w2_..." hold all experts at once.
 _EXPERT_NAME = re.compile(
@@ -67,17 +67,21 @@ class Target:
         if tuple(loaded.shape) != expected:
             raise self.refuse(f"shape must be {expected}, got {tuple(loaded.shape)}")
 
-    def converted(self, piece: torch.Tensor, first_expert: int) -> torch.Tensor:
-        """Checked values in the parameter's dtype. ValueError naming the expert whose values cannot be
-        used.
+    def converted(self, piece: torch.Tensor, expert: int, *, stacked: bool) -> torch.Tensor:
+        """Checked values in the parameter's dtype. ValueError naming expert and position of a value that
+        cannot be used.
+
+        ``piece`` holds one expert, or, stacked, several from ``expert`` on.
         """
         try:
             values = self.format.convert(piece) if self.format.convert is not None else piece
-            wrong = self.format.check(values) if self.format.check is not None else ""
+            if self.format.check is not None:
+                self.format.check(values)
         except UnusableValueError as error:
-            wrong = str(error)
-        if wrong:
-            raise self.refuse(f"from expert {first_expert} on, {wrong}")
+            index = error.index
+            if stacked:
+                expert, index = expert + index[0], index[1:]
+            raise self.refuse(f"expert {expert}, at {list(index)}: {error.what}") from None
         return values
 
     @property
@@ -110,9 +114,9 @@ def load_stacked(target: Target, loaded: Any, experts: Sequence[int], num_expert
     runs = _runs(experts, max(PIECE_BYTES // one, 1))
     if len(runs) > 1 and target.checks_values:
         for _, first, count in runs:
-            target.converted(loaded[first : first + count], first)
+            target.converted(loaded[first : first + count], first, stacked=True)
     for slot, first, count in runs:
-        values = target.converted(loaded[first : first + count], first)
+        values = target.converted(loaded[first : first + count], first, stacked=True)
         target.parameter.data[slot : slot + count].copy_(values)
 
 
@@ -138,7 +142,7 @@ def load_expert(target: Target, loaded: Any, shard_id: str, expert_id: int, slot
     if not slots:
         return
     tensor = loaded if isinstance(loaded, torch.Tensor) else loaded.load()
-    values = target.converted(tensor, expert_id)
+    values = target.converted(tensor, expert_id, stacked=False)
     for slot in slots:
         destination = target.parameter.data[slot] if shard_id == "w2" else target.parameter.data[slot, part]
         destination.copy_(values.reshape(destination.shape))

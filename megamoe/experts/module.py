@@ -261,8 +261,8 @@ class MegaMoEExperts(nn.Module):
         if bool(wrong.any()):
             slot = int(wrong.nonzero()[0])
             raise ValueError(
-                f"{self.prefix}: w13_weight_scale_2: gate and up of expert {self.logical_experts()[slot]} must "
-                f"have one scale (within 1e-5), got {float(gate[slot])!r} and {float(up[slot])!r}"
+                f"{self.prefix}: w13_weight_scale_2: gate and up of expert {self.logical_experts()[slot]} "
+                f"must have one scale (within 1e-5), got {float(gate[slot])!r} and {float(up[slot])!r}"
             )
 
     def make_alphas(self) -> None:
