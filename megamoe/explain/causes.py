@@ -96,6 +96,7 @@ _ROWS: tuple[tuple[str, Family, str, str], ...] = (
     ("clamp_symmetric", "recipe", "the gate was clamped from below too", "limit 10: gate -20, up 5"),
     ("activation_rounding", "recipe", "gate and up were (or were not) rounded to bf16 before the activation", "gate values between two bf16 numbers"),
     ("routing_weight_misplaced", "recipe", "the routing weight was applied at another stage, or not at all", "weights far from 1"),
+    ("fast_math", "recipe", "exponential and reciprocal are approximate where exact ones were wanted, or the reverse", "the same call with the other fast_math"),
     ("accumulation_order", "recipe", "the same terms were added in another order or precision", "inputs whose every partial sum is exact"),
     # ---- routing
     ("padding_sentinel", "routing", "padding slots hold another sentinel than -1 and 0.0", "a masked token"),

@@ -17,7 +17,8 @@ from torch import Tensor
 from megamoe.explain.subject import Subject
 
 CHUNK = 1 << 21
-MAX_RESIDUE = 0.004  # of the compared units
+MAX_RESIDUE = 0.004  # of the compared bytes; a unit of several bytes is hit as often as its bytes are
+MAX_FREE = 0.7  # of the differing units
 
 
 @dataclass(frozen=True)
@@ -45,25 +46,27 @@ class Fit:
     hits: int = 0
     wrong: int = 0
     free: int = 0
+    unit_bytes: int = 1
 
     def __add__(self, other: Fit) -> Fit:
-        return Fit(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+        counts = ("total", "differing", "changed", "hits", "wrong", "free")
+        return Fit(*(getattr(self, name) + getattr(other, name) for name in counts), unit_bytes=max(self.unit_bytes, other.unit_bytes))
 
     @property
     def exact(self) -> bool:
         return self.wrong == 0 and self.hits > 0
 
     @property
-    def residue(self) -> int:
-        """Differing or predicted units that are not explained, among those predicted."""
-        return self.wrong
+    def allowed(self) -> float:
+        """The most wrong units that can pass for unrelated noise."""
+        return max(2.0, MAX_RESIDUE * self.unit_bytes * self.total)
 
     def accepted(self, min_hits: int = 1) -> bool:
-        if self.hits < min_hits or self.free > 0.5 * (self.differing + self.free):
+        if self.hits < min_hits or self.free > MAX_FREE * (self.differing + self.free):
             return False
         if self.wrong == 0:
             return True
-        if self.wrong > max(2, MAX_RESIDUE * self.total):
+        if self.wrong > self.allowed:
             return False
         # Unrelated noise hits predicted changes and everything else alike.
         rate = self.wrong / self.total
@@ -73,7 +76,7 @@ class Fit:
 
 def _upper(mean: float) -> float:
     """A count that a Poisson variable of this mean hardly ever exceeds."""
-    return mean + 4 * math.sqrt(mean) + 1
+    return mean + 4 * math.sqrt(mean) + 2
 
 
 def predict(subject: Subject, steps: Sequence[Step], positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,6 +125,7 @@ def measure(predicted: Tensor, known: Tensor, expected: Tensor, actual: Tensor) 
         hits=int((differing & agrees & known).sum()),
         wrong=int((~agrees & known).sum()),
         free=int((differing & ~known).sum()),
+        unit_bytes=expected.element_size(),
     )
 
 
@@ -137,7 +141,7 @@ def fit_all(subject: Subject, steps: Sequence[Step]) -> Fit:
     """The fit over the whole memory, in chunks; stops early where it can no longer be accepted."""
     fit = Fit()
     number = subject.expected.numel()
-    allowed = max(2.0, MAX_RESIDUE * number)
+    allowed = max(2.0, MAX_RESIDUE * subject.expected.element_size() * number)
     for start in range(0, number, CHUNK):
         fit = fit + fit_at(subject, steps, torch.arange(start, min(start + CHUNK, number)))
         if fit.wrong > allowed:

@@ -7,7 +7,7 @@ off the differences it is right by construction there, so it must explain many o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,12 +31,14 @@ class Given:
     by_construction: bool = False
     chance: float = 1 / 255
     min_hits: int = 4
+    grain: int = 1  # units that one wrong byte spoils together
 
     def fit(self, subject: Subject) -> Fit:
         known = torch.ones_like(subject.different) if self.known is None else self.known
         if subject.compared is not None:
             known = known & subject.compared
-        return measure(self.predicted, known, subject.expected, subject.actual)
+        fit = measure(self.predicted, known, subject.expected, subject.actual)
+        return replace(fit, unit_bytes=fit.unit_bytes * self.grain)
 
 
 def value_steps(subject: Subject) -> Iterator[Step]:
@@ -309,7 +311,8 @@ def _looks_like_fp32(subject: Subject) -> Iterator[Given]:
     before = (expected_words >> 23) & 255
     usual = float(((before > 87) & (before < 167))[changed].float().mean())
     distinct = exponent[changed].unique().numel()
-    if float(plausible[changed].float().mean()) > 0.98 and usual < 0.6 and distinct <= 48:
+    different_words = words[changed].unique().numel() > 0.1 * int(changed.sum())
+    if float(plausible[changed].float().mean()) > 0.98 and usual < 0.6 and distinct <= 48 and different_words:
         yield _as_read(subject, plausible, "every four bytes are a float32 of ordinary magnitude")
 
 
@@ -317,7 +320,7 @@ def _as_read(subject: Subject, words: Tensor, detail: str) -> Given:
     inside = torch.zeros_like(subject.different)
     inside[: 4 * words.numel()] = words.repeat_interleave(4)
     predicted = torch.where(inside, subject.actual, subject.expected)
-    return Given("bytes_look_like_fp32", detail, 2, predicted, by_construction=True, min_hits=16)
+    return Given("bytes_look_like_fp32", detail, 2, predicted, by_construction=True, min_hits=16, grain=4)
 
 
 def _padding(subject: Subject) -> Iterator[Given]:
@@ -329,10 +332,13 @@ def _padding(subject: Subject) -> Iterator[Given]:
     here = expected == masked
     if int(here.sum()) < 1 or int(here.sum()) < 0.5 * here.numel():
         return
+    width = subject.dims[-1].size if subject.dims else 1
+    tokens = torch.bincount(subject.positions[here] // width).float()
+    if float(tokens[tokens > 0].median()) < 0.6 * width:
+        return  # whole tokens are masked, not single slots
     values = actual[here]
     common = torch.mode(values).values
     share = float((values == common).float().mean())
-    width = subject.dims[-1].size if subject.dims else 1
     if share > 0.95 and values.numel() >= min(2, width):
         name = int(common) if subject.role == "ids" else float(common.reshape(1).view(torch.float32))
         yield from _sentinel(

@@ -153,7 +153,7 @@ def _gate_up_steps(subject: Subject) -> Iterator[Step]:
         right = wrap[order]
         changes = [("interleave_missing", "", wrap, 1), ("interleave_twice", "", wrap[order[order]], 1)]
         for granularity in row_maps.GRANULARITIES:
-            if granularity != 8 and rows % (2 * granularity) == 0:
+            if granularity != 8 and rows % (2 * granularity) == 0 and rows > 2 * granularity:
                 wrong = wrap[row_maps.interleaved(rows, granularity)]
                 changes.append(("interleave_granularity", f"blocks of {granularity} instead of 8", wrong, 2))
         if rows % 32 == 0 and not even_odd:
@@ -348,7 +348,7 @@ def _shifts(subject: Subject) -> Iterator[Step]:
                 steps = (*steps, 4, 8)
         else:
             steps = (1, 2, 3, 4, 8, *TILE_SIZES)
-        for size in sorted({s for s in steps if 0 < s < dim.size}):
+        for size in sorted({s for s in steps if 0 < s <= dim.size // 2}):
             for shift in (size, -size):
                 yield shift_step(dim, shift, is_column)
 

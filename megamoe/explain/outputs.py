@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -89,7 +89,25 @@ def describe(
             and layout.storage_shape == tuple(tensor.shape)
         ):
             return describe_layout(layout, dtype_name, code)
-    return plain(output, tensor, dtype_name, op)
+    found = plain(output, tensor, dtype_name, op)
+    names = _AXES.get(output)
+    if names is not None and len(names) == tensor.dim() and len(found.layout.axes) == len(names):
+        return replace(found, layout=PlainLayout(tuple(tensor.shape), found.unit_bits, 1, names))
+    return found
+
+
+_AXES = {
+    "y": ("token", "column"),
+    "x_sf": ("token", "group"),
+    "x_scales": ("token",),
+    "l2_alpha": ("expert",),
+    "expert_load": ("expert",),
+    "stats": ("expert",),
+    "x": ("token", "column"),
+    "shared_x": ("token", "column"),
+    "combine": ("slot", "token", "column"),
+    "physical_ids": ("token", "slot"),
+}
 
 
 def plain(output: str, tensor: Tensor, dtype_name: str, op: str | None = None) -> Description:

@@ -29,9 +29,8 @@ from megamoe.explain.subject import Subject, to_units
 from megamoe.explain.variants import Call, Replay, Variant
 
 _SUBSUMED = {"transposed": "mn_major_missing", "rows_permuted": ""}
-_SMALL_WORK = 1 << 21  # elements of hidden states up to which a replay is tried on all tokens at once
-_SAMPLE_TOKENS = 64
 _MOST_PAIRS = 6000
+_FEW_FREE = 0.1  # of the differing units: a change that leaves more open is weighed against what the data shows
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Candidate:
         if fit is None:
             return False
         if self.by_construction:
-            return fit.hits >= self.min_hits and fit.wrong <= max(2, 0.004 * fit.total)
+            return fit.hits >= self.min_hits and fit.wrong <= fit.allowed
         return fit.accepted(self.min_hits)
 
     @property
@@ -68,14 +67,19 @@ class Candidate:
 
 
 def candidates_of(
-    subjects: Sequence[Subject], replay: Replay | None, call: Call | None
+    subjects: Sequence[Subject],
+    replay: Replay | None,
+    call: Call | None,
+    replayable: frozenset[str] = frozenset(),
 ) -> dict[str, list[Candidate]]:
-    """Accepted candidates by output, those of the simplest class that explains it; joint ones for several outputs."""
-    shared = (
-        [c for c in _replayed(subjects, replay, call) if not c.contradicted]
-        if replay is not None and call is not None
-        else []
-    )
+    """Accepted candidates by output, those of the simplest class that explains it; joint ones for several outputs.
+
+    replayable: outputs that the replay reproduces without a change, so that a change says something of them.
+    """
+    shared: list[Candidate] = []
+    if replay is not None and call is not None:
+        judged = [subject for subject in subjects if subject.name in replayable]
+        shared = [c for c in _replayed(judged, replay, call) if not c.contradicted]
     found: dict[str, list[Candidate]] = {}
     for subject in subjects:
         if subject.count:
@@ -93,12 +97,12 @@ def _classes(subject: Subject, joint: list[Candidate]) -> list[Candidate]:
     given = list(given_patterns(subject))
     measured = [_of_given(subject, pattern) for pattern in given]
     named += [c for c in measured if c.cost <= 2 and c.explains(name)]
-    if named:
+    if any(c.fits[name].free <= _FEW_FREE * subject.count for c in named):
         return _best(name, named)
     read_off = [step for step in row_steps(subject) if plausible(fit_at(subject, [step], sample))]
     rows = [_of_steps(subject, [step]) for step in read_off]
     rows += [c for c in measured if c.cost == 3] + [c for c in joint if c.cost == 3]
-    accepted = [c for c in rows if c.explains(name) and c.cost <= 3]
+    accepted = named + [c for c in rows if c.explains(name) and c.cost <= 3]
     if accepted:
         return _best(name, accepted)
     pairs = [_of_steps(subject, pair) for pair in _pairs(subject, steps, sample)]
@@ -166,9 +170,7 @@ def _best(output: str, candidates: list[Candidate]) -> list[Candidate]:
 
 def _replayed(subjects: Sequence[Subject], replay: Replay, call: Call) -> Iterator[Candidate]:
     by_name = {subject.name: subject for subject in subjects}
-    hidden = call.inputs.get("hidden_states")
-    work = 0 if hidden is None else hidden.numel()
-    few = _few_tokens(subjects, call) if work > _SMALL_WORK else None
+    few = _few_tokens(subjects, call, replay.few_tokens) if call.num_tokens > replay.few_tokens else None
     for variant in replay.variants(call):
         if few is not None and variant.by_token and not _likely_on(few, variant, call, by_name):
             continue
@@ -198,15 +200,12 @@ def predicted_units(subject: Subject, tensor: Tensor) -> Tensor:
     return units if padding is None else torch.where(padding, subject.expected, units)
 
 
-def _few_tokens(subjects: Sequence[Subject], call: Call) -> Tensor | None:
+def _few_tokens(subjects: Sequence[Subject], call: Call, number: int) -> Tensor:
     """Token rows, half of them with differences."""
-    number = call.num_tokens
-    if number <= _SAMPLE_TOKENS:
-        return None
-    rows = [torch.linspace(0, number - 1, _SAMPLE_TOKENS // 2).long()]
+    rows = [torch.linspace(0, call.num_tokens - 1, number // 2).long()]
     for subject in subjects:
         if subject.count and "token" in {axis.name for axis in subject.layout.axes}:
-            spread = torch.linspace(0, subject.count - 1, _SAMPLE_TOKENS // 2).long()
+            spread = torch.linspace(0, subject.count - 1, number // 2).long()
             token = subject.locate(subject.positions[spread])["token"]
             rows.append(token[token >= 0])
     return torch.cat(rows).unique()

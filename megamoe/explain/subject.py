@@ -45,8 +45,15 @@ class PlainLayout:
 
     name = "plain"
 
-    def __init__(self, shape: tuple[int, ...], element_bits: int, units_per_element: int = 1) -> None:
-        names = _PLAIN_NAMES.get(len(shape), tuple(f"axis_{i}" for i in range(len(shape))))
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        element_bits: int,
+        units_per_element: int = 1,
+        names: tuple[str, ...] | None = None,
+    ) -> None:
+        if names is None:
+            names = _PLAIN_NAMES.get(len(shape), tuple(f"axis_{i}" for i in range(len(shape))))
         sizes = list(shape)
         if units_per_element > 1 and sizes:
             sizes[-1] *= units_per_element

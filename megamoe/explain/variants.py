@@ -48,8 +48,8 @@ class Call:
         return 0
 
 
-TOKEN_INPUTS = ("hidden_states", "topk_ids", "topk_weights", "topk_idx_in", "topk_weights_in", "is_padding")
-TOKEN_OUTPUTS = (
+TOKEN_INPUTS = ("x", "x_sf", "x_scales", "topk_idx", "hidden_states", "topk_ids", "topk_weights", "topk_idx_in", "topk_weights_in", "is_padding")
+TOKEN_OUTPUTS = ("y", 
     "x",
     "x_sf",
     "x_scales",
@@ -75,12 +75,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class Replay:
-    """baseline: the outputs as they should be. variants: with one knob turned. steps: output, row, column -> value before
-    rounding and scale, for examples."""
+    """baseline: the outputs as they should be. variants: with one knob turned. intermediates: (call, output) -> values before
+    rounding, for examples. few_tokens: calls with more tokens are first tried on that many."""
 
     baseline: Callable[[Call], Outputs]
     variants: Callable[[Call], Iterator[Variant]]
     intermediates: Callable[[Call, str], Intermediates | None] | None = None
+    few_tokens: int = 64
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from reference.recipes import RECIPES, Fp8GroupRecipe, Nvfp4Recipe, RoutingRecip
 from reference.routing import ROUTING
 
 _FLOORS = (0.0, 1e-30, 1e-12, 1e-10, 4.48e-8, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1.0, 448.0)
+_ALL = 1 << 62  # routing is cheap, and replicas are chosen by row: never on some rows only
 _INT_MAX = (2**31 - 1, 2**63 - 1)
 
 # (cause, detail, knobs, cost)
@@ -99,7 +100,13 @@ def _fp8(call: Call) -> Replay | None:
         assert groups.scaled is not None
         return Intermediates(groups.scaled, groups.scales, recipe.group)
 
-    return Replay(lambda c: {**outputs(c, recipe), **_routing_outputs(c, ROUTING)}, variants, intermediates)
+    baseline = lambda c: {**outputs(c, recipe), **_routing_outputs(c, ROUTING)}  # noqa: E731
+    return Replay(baseline, variants, intermediates, _few(call))
+
+
+def _few(call: Call) -> int:
+    """Tokens that are quick to quantize forty times over."""
+    return max(64, (1 << 21) // call.inputs["hidden_states"].shape[-1])
 
 
 def _hidden(call: Call) -> Tensor:
@@ -193,6 +200,13 @@ def _fp8_variants(
     def with_groups(make: Callable[[Tensor], Fp8Groups]) -> Callable[[Call], Outputs]:
         return lambda call: _place_fp8(call, recipe, make(_hidden(call)))
 
+    if recipe.scale_format == "ue8m0":
+        # Where the unrounded scale divides, how it was computed shows too.
+        division = _DIVISION[recipe.scale_division][1]
+        after = turned(recipe, {"scale_rounded_after_quantization": True, "scale_division": division})
+        yield Variant(
+            "scale_rounded_after_quantization", f"scale: {division}", lambda call: outputs(call, after), 2
+        )
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         yield Variant(
@@ -239,7 +253,10 @@ def _with_exponents(hidden: Tensor, recipe: Fp8GroupRecipe, how: str, step: int 
         exponents = (torch.frexp(groups.raw_scale).exponent + 127).clamp(1, 254).to(torch.uint8)
     else:
         exponents = (groups.exponents.to(torch.int16) + step).clamp(1, 254).to(torch.uint8)
-    reciprocal = ((254 - exponents.to(torch.int32)).clamp_min(0) << 23).view(torch.float32)
+    bits = (254 - exponents.to(torch.int32)) << 23
+    if recipe.inf_reciprocal == "subnormal":
+        bits = torch.where(bits == 0, 1 << 22, bits)  # 2^-127
+    reciprocal = bits.view(torch.float32)
     values = hidden.float().view(hidden.shape[0], -1, recipe.group) * reciprocal.unsqueeze(-1)
     codes = _encode(values.view(hidden.shape), recipe)
     scales = formats.decode_ue8m0_shift(exponents)
@@ -269,7 +286,10 @@ def _nvfp4(call: Call) -> Replay | None:
         yield from _routing_variants(call)
 
     def baseline(call: Call) -> Outputs:
-        return {**outputs(call, recipe), **_routing_outputs(call, ROUTING)}
+        found = {**outputs(call, recipe), **_routing_outputs(call, ROUTING), **_shared_outputs(call, staging.MXFP8)}
+        if "l2_alpha" in call.outputs and "w2_global_scale" in call.inputs:
+            found["l2_alpha"] = call.inputs["w2_global_scale"].float() * _activation_scale(call)
+        return found
 
     def intermediates(call: Call, output: str) -> Intermediates | None:
         if output not in ("x", "x_sf"):
@@ -278,7 +298,7 @@ def _nvfp4(call: Call) -> Replay | None:
         assert groups.scaled is not None
         return Intermediates(groups.scaled, groups.scales, recipe.group)
 
-    return Replay(baseline, variants, intermediates)
+    return Replay(baseline, variants, intermediates, _few(call))
 
 
 def _values(call: Call) -> Tensor:
@@ -424,23 +444,26 @@ _OUTER_SCALE: list[tuple[str, str, Callable[[Call, Nvfp4Recipe], Outputs]]] = [
 ]
 
 
-def _shared_variants(call: Call) -> Iterator[Variant]:
+def _shared_outputs(call: Call, recipe: Fp8GroupRecipe) -> Outputs:
     """The shared expert's MXFP8 copy of an NVFP4 staging."""
     expected = call.outputs.get("shared_x")
     if expected is None or expected.element_size() != 1:
+        return {}
+    groups = quantize_fp8_groups(_hidden(call), recipe)
+    assert groups.exponents is not None
+    found: Outputs = {"shared_x": groups.codes, "shared_words": formats.pack_scale_words(groups.exponents)}
+    _place_pages(call, found)
+    return placed(call, found)
+
+
+def _activation_scale(call: Call) -> Tensor:
+    return torch.tensor(float(call.params.get("l2_activation_scale") or 1.0))
+
+
+def _shared_variants(call: Call) -> Iterator[Variant]:
+    if not _shared_outputs(call, staging.MXFP8):
         return
-
-    def outputs(call: Call, changed: Fp8GroupRecipe) -> Outputs:
-        groups = quantize_fp8_groups(_hidden(call), changed)
-        assert groups.exponents is not None
-        found: Outputs = {
-            "shared_x": groups.codes,
-            "shared_words": formats.pack_scale_words(groups.exponents),
-        }
-        _place_pages(call, found)
-        return placed(call, found)
-
-    for variant in _fp8_variants(staging.MXFP8, outputs):
+    for variant in _fp8_variants(staging.MXFP8, _shared_outputs):
         if (
             variant.cause in {cause for cause, *_ in _FP8_KNOBS} | {"negative_zero"}
             and "the payload" not in variant.detail
@@ -452,7 +475,7 @@ def _alpha_variants(call: Call) -> Iterator[Variant]:
     if "l2_alpha" not in call.outputs or "w2_global_scale" not in call.inputs:
         return
     scale = call.inputs["w2_global_scale"].float()
-    factor = torch.tensor(float(call.params.get("l2_activation_scale") or 1.0))
+    factor = _activation_scale(call)
     for cause, detail, value in (
         ("global_scale_missing", "the activation scale", scale),
         ("global_scale_missing", "the weight scale", factor.expand_as(scale)),
@@ -470,7 +493,7 @@ def _alpha_variants(call: Call) -> Iterator[Variant]:
 def _routing_only(call: Call) -> Replay | None:
     if not ({"topk_ids", "topk_idx_in"} & set(call.inputs)):
         return None
-    return Replay(lambda c: _routing_outputs(c, ROUTING), _routing_variants)
+    return Replay(lambda c: _routing_outputs(c, ROUTING), _routing_variants, few_tokens=_ALL)
 
 
 _ROUTING_KNOBS: list[tuple[str, str, dict[str, Any], int]] = [
