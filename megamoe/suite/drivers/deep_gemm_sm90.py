@@ -86,14 +86,43 @@ class Session:
         device = self.buffer.x.device
         y = torch.full((num_tokens, self.hidden), -1, dtype=torch.int16, device=device).view(torch.bfloat16)
         stats = torch.zeros(self.num_experts // self.group.size(), dtype=torch.int32, device=device)
-        with captured_output() as text:
+        with self._reading_configs():
             self.library.fp8_mega_moe(
                 y, l1_weights, l2_weights, self.buffer, stats, activation_clamp=clamp, fast_math=fast_math
             )
             torch.cuda.synchronize()
+        return Launch(y, stats, self.stages(), self._configs.get(num_tokens))
+
+    def configure(
+        self,
+        num_tokens: int,
+        l1_weights: tuple[Tensor, Tensor],
+        l2_weights: tuple[Tensor, Tensor],
+        *,
+        clamp: float | None = None,
+        fast_math: bool = True,
+    ) -> None:
+        """Everything of a launch up to the compilation of its kernel, for use with a compiler that fails.
+
+        RuntimeError if the kernel was launched after all.
+        """
+        y = torch.empty(num_tokens, self.hidden, dtype=torch.bfloat16, device=self.buffer.x.device)
+        with self._reading_configs():
+            try:
+                self.library.fp8_mega_moe(
+                    y, l1_weights, l2_weights, self.buffer, activation_clamp=clamp, fast_math=fast_math
+                )
+            except Exception:
+                return
+        raise RuntimeError("the kernel was compiled already, and launched")
+
+    @contextlib.contextmanager
+    def _reading_configs(self) -> Iterator[None]:
+        """Remembers the configurations that the library prints meanwhile, by number of tokens."""
+        with captured_output() as text:
+            yield
         for row in parse_printed_configs(text[0]):
             self._configs[int(row["num_tokens"])] = launch_config(row)
-        return Launch(y, stats, self.stages(), self._configs.get(num_tokens))
 
     def stages(self) -> dict[str, Tensor]:
         """Copies of the buffer's stages, whole: l1_acts ... l2_acts_sf, token_src_metadata [pool, 3],

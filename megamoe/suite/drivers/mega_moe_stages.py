@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from reference.mega_moe import RankResult, get_family
+from reference.mega_moe.dispatch import Pool
 from reference.mega_moe.forward import scale_rows
 from reference.mega_moe.match import rows_by_source
 
@@ -32,22 +33,16 @@ class StageDifference:
     examples: str = ""
 
 
-def pool_order(
-    family: str, expected: RankResult, actual: Mapping[str, Tensor]
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """(expected, actual) rows of every pool stage in the reference's order, live rows only.
+def pool_order(family: str, pool: Pool, stages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rows of every pool stage that hold a token, in the order of ``pool``. stages: a launch's, with its
+    token_src_metadata, which say where it put each route.
 
-    ValueError if the launch's source metadata do not name the same routes, each in the same expert's run.
+    ValueError if they do not name the pool's routes, each in its expert's run.
     """
-    pool = expected.pool
-    order = rows_by_source(pool, actual["token_src_metadata"])
-    live = pool.live.nonzero()[:, 0]
-    pairs = {name: (expected.stages[name][live], actual[name][order]) for name in _POOL_STAGES}
+    order = rows_by_source(pool, stages["token_src_metadata"])
     scale = scale_rows(get_family(family), pool)
-    for name in _SCALE_STAGES:
-        if name in expected.stages:
-            pairs[name] = expected.stages[name][scale[live]], actual[name][scale[order]]
-    return pairs
+    rows = {name: stages[name][order] for name in _POOL_STAGES}
+    return rows | {name: stages[name][scale[order]] for name in _SCALE_STAGES if name in stages}
 
 
 def compare_stages(
@@ -61,13 +56,14 @@ def compare_stages(
     """Stage by stage in the order of the data flow: token_src_metadata, l1_acts ... combine, y, stats."""
     pool = expected.pool
     try:
-        pairs = pool_order(family, expected, actual)
+        theirs = pool_order(family, pool, actual)
     except ValueError as error:
         live = int(pool.live.sum())
         return [StageDifference("token_src_metadata", live * 12, live * 12, str(error))]
     found = [StageDifference("token_src_metadata", int(pool.live.sum()) * 12, 0)]
+    ours = pool_order(family, pool, expected.stages)
     order = ("l1_acts", "l1_acts_sf", "l2_acts", "l2_acts_sf")
-    found += [_difference(name, *pairs[name]) for name in order if name in pairs]
+    found += [_difference(name, ours[name], theirs[name]) for name in order if name in ours]
     if poison is not None:
         found.append(_untouched(expected, actual, poison))
     if "combine" in actual:
