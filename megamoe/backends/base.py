@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 
-from megamoe.backends.library import keep_given, load_deep_gemm, missing_functions, refuse_unknown
+from megamoe.backends.library import declares, keep_given, load_deep_gemm, missing_functions, refuse_unknown
 from megamoe.quant_keys import QuantKey, kMxfp8Dynamic
 
 Weights = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -152,22 +154,35 @@ class DeepGemmMegaMoEBackend:
         num_shared_experts: int = 0,
         activation: str | None = None,
         base: Any | None = None,
+        device: torch.device | None = None,
+        **options: Any,
     ) -> Any:
         """A symmetric buffer for this backend's launches: the library's, with the library's fields.
 
-        ``base`` shares another buffer's storage. Shared experts, an activation and a base are passed on only
-        when they are asked for; ValueError if this build cannot have them.
+        ``base`` shares another buffer's storage. device: where; the current CUDA device if None. Shared
+        experts, an activation, a base and ``options`` are passed on only when they are asked for; ValueError
+        if this build cannot have them.
         """
+        create, fixed = self.buffer_constructor(base)
+        asked = {
+            "num_shared_experts": num_shared_experts or None,
+            "activation": activation,
+            "base": base,
+            **options,
+        }
+        given = {**fixed, **keep_given(asked)}
+        refuse_unknown(create, given)
+        sizes = (group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden)
+        if device is not None and declares(create, "device"):
+            return create(*sizes, device=device, **given)
+        with torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext():
+            return create(*sizes, **given)
+
+    def buffer_constructor(self, base: Any | None) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """The library's function or class that makes this family's buffer, and the options it always gets."""
         library = self.library
         create = library.get_symm_buffer_for_mega_moe if base is None else library.SymmBuffer
-        options = keep_given(
-            {"num_shared_experts": num_shared_experts or None, "activation": activation, "base": base}
-        )
-        options["mma_type"] = self.mma_type
-        refuse_unknown(create, options)
-        return create(
-            group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden, **options
-        )
+        return create, {"mma_type": self.mma_type}
 
     def prepare_inputs(
         self,

@@ -7,6 +7,7 @@ apply a norm to each expert's output. They share the weight layout.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from megamoe.backends.base import Weights
 from megamoe.backends.checks import check_tensor
 from megamoe.backends.deep_gemm_sm100 import DeepGemmSm100Family
-from megamoe.backends.library import keep_given, refuse_unknown
+from megamoe.backends.library import keep_given
 from megamoe.backends.scales import e4m3_scales_to_words
 from megamoe.backends.unfused import map_experts
 from megamoe.quant_keys import kNvfp4DynamicToken
@@ -70,31 +71,9 @@ class DeepGemmNvfp4MegaMoEBackend(_Nvfp4Weights):
     launch_options = ("l1_alpha", "l2_alpha", "l2_activation_scale", "use_x_scales")
     requires = ("nvfp4_mega_moe", "NVFP4SymmBuffer", "transform_weights_for_mega_moe")
 
-    def get_symm_buffer(
-        self,
-        group: Any,
-        *,
-        num_experts: int,
-        num_max_tokens_per_rank: int,
-        num_topk: int,
-        hidden: int,
-        intermediate_hidden: int,
-        num_shared_experts: int = 0,
-        activation: str | None = None,
-        base: Any | None = None,
-        shared_dtype: torch.dtype | None = None,
-    ) -> Any:
-        """An NVFP4SymmBuffer. ``shared_dtype``: float8_e4m3fn (the library's default) or bfloat16."""
-        if activation not in (None, "swiglu"):
-            raise ValueError(f"activation must be swiglu for the NVFP4 symmetric buffer, got {activation!r}")
-        options = keep_given(
-            {"num_shared_experts": num_shared_experts or None, "base": base, "shared_dtype": shared_dtype}
-        )
-        create = self.library.NVFP4SymmBuffer
-        refuse_unknown(create, options)
-        return create(
-            group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden, **options
-        )
+    def buffer_constructor(self, base: Any | None) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """NVFP4SymmBuffer; its option shared_dtype is float8_e4m3fn (the library's default) or bfloat16."""
+        return self.library.NVFP4SymmBuffer, {}
 
     def get_block_m(self, symm_buffer: Any, num_tokens: int) -> int:
         """Tile height; this API has its own heuristic (NUMERICS 10.3)."""

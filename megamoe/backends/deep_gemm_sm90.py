@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megamoe.backends.base import DeepGemmMegaMoEBackend, Weights
 from megamoe.backends.checks import check_tensor
-from megamoe.backends.library import keep_given, refuse_unknown
 from megamoe.quant_keys import kFp8Dynamic128
 
 
@@ -65,25 +65,6 @@ class DeepGemmSm90MegaMoEBackend(DeepGemmMegaMoEBackend):
         )
         return result
 
-    def get_symm_buffer(
-        self,
-        group: Any,
-        *,
-        num_experts: int,
-        num_max_tokens_per_rank: int,
-        num_topk: int,
-        hidden: int,
-        intermediate_hidden: int,
-        num_shared_experts: int = 0,
-        activation: str | None = None,
-        base: Any | None = None,
-    ) -> Any:
-        """The compact SM90 buffer. ValueError for shared experts or a base: it has neither."""
-        create = self.library.get_symm_buffer_for_sm90_mega_moe
-        options = keep_given(
-            {"num_shared_experts": num_shared_experts or None, "activation": activation, "base": base}
-        )
-        refuse_unknown(create, options)
-        return create(
-            group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden, **options
-        )
+    def buffer_constructor(self, base: Any | None) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """The compact SM90 buffer: no shared experts, no base."""
+        return self.library.get_symm_buffer_for_sm90_mega_moe, {}

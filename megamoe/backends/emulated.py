@@ -8,6 +8,7 @@ refusals are the production ones, and only the kernels are emulated.
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,17 +21,80 @@ from megamoe.backends.deep_gemm_sm100 import DeepGemmSm100MegaMoEBackend
 
 
 class ReferenceLibrary:
-    """The reference under deep_gemm's names: attributes are looked up in the modules of ``reference``."""
+    """The reference under deep_gemm's names.
 
-    MODULES = ("weights", "mega_moe", "symm_buffer", "heuristics", "gate", "pre_dispatch")
+    Most names are looked up in the modules of ``reference``. Where deep_gemm has a buffer class of its own
+    for a kind, the reference has one class that takes the kind as an argument: those names are spelled out
+    here.
+    """
+
+    MODULES = ("weights", "mega_moe.twins", "symm_buffer", "heuristics", "gate", "pre_dispatch")
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):
             for module in self.MODULES:
+                if find_spec(f"reference.{module}") is None:
+                    continue
                 found = getattr(importlib.import_module(f"reference.{module}"), name, None)
                 if found is not None:
                     return found
         raise AttributeError(f"the reference has no {name}")
+
+    def NVFP4SymmBuffer(
+        self,
+        group: Any,
+        num_experts: int,
+        num_max_tokens_per_rank: int,
+        num_topk: int,
+        hidden: int,
+        intermediate_hidden: int,
+        num_shared_experts: int = 0,
+        base: Any | None = None,
+        shared_dtype: torch.dtype = torch.float8_e4m3fn,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> Any:
+        """The two-level NVFP4 buffer, with MXFP8 or bf16 shared experts."""
+        if shared_dtype not in (torch.float8_e4m3fn, torch.bfloat16):
+            raise ValueError(f"shared_dtype must be float8_e4m3fn or bfloat16, got {shared_dtype}")
+        return self.SymmBuffer(
+            group,
+            num_experts,
+            num_max_tokens_per_rank,
+            num_topk,
+            hidden,
+            intermediate_hidden,
+            num_shared_experts,
+            "nvfp4",
+            base=base,
+            shared_bf16=shared_dtype == torch.bfloat16,
+            device=device,
+        )
+
+    def get_symm_buffer_for_sm90_mega_moe(
+        self,
+        group: Any,
+        num_experts: int,
+        num_max_tokens_per_rank: int,
+        num_topk: int,
+        hidden: int,
+        intermediate_hidden: int,
+        activation: str = "swiglu",
+        *,
+        device: torch.device | str = "cpu",
+    ) -> Any:
+        """The SM90 buffer."""
+        return self.SymmBuffer(
+            group,
+            num_experts,
+            num_max_tokens_per_rank,
+            num_topk,
+            hidden,
+            intermediate_hidden,
+            mma_type="sm90",
+            activation=activation,
+            device=device,
+        )
 
 
 class EmulatedMegaMoEBackend(DeepGemmMegaMoEBackend):

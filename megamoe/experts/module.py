@@ -340,6 +340,7 @@ class MegaMoEExperts(nn.Module):
             hidden=self.hidden_size,
             intermediate_hidden=self.intermediate_size,
             base=base,
+            device=self.w2_weight.device,
         )
 
     def input_buffer(self, num_tokens: int) -> Any:

@@ -24,13 +24,13 @@ def nvfp4_layer(experts: int, hidden: int, inter: int, seed: int = 0) -> dict[st
         "w13_weight_scale": random_bytes((experts, 2 * inter, hidden // 16), seed + 1, 0x20, 0x40).view(
             torch.float8_e4m3fn
         ),
-        "w13_weight_scale_2": random_floats((experts, 1), seed + 2).repeat(1, 2),
+        "w13_weight_scale_2": random_floats((experts, 1), seed + 2, 0.01, 0.02).repeat(1, 2),
         "w13_input_scale": random_floats((experts, 2), seed + 3),
         "w2_weight": random_bytes((experts, hidden, inter // 2), seed + 4),
         "w2_weight_scale": random_bytes((experts, hidden, inter // 16), seed + 5, 0x20, 0x40).view(
             torch.float8_e4m3fn
         ),
-        "w2_weight_scale_2": random_floats((experts,), seed + 6),
+        "w2_weight_scale_2": random_floats((experts,), seed + 6, 0.01, 0.02),
         "w2_input_scale": random_floats((experts,), seed + 7),
     }
 
