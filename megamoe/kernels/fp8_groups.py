@@ -55,17 +55,20 @@ def quantize_fp32_groups(values, GROUP: tl.constexpr):
 
 @triton.jit
 def copy_value(value, TARGET: tl.constexpr):
-    """The same type is copied bit by bit; others go through float32, and NaN becomes the one of all ones."""
+    """A float in another type. What the hardware's conversions make of NaN is written out, so that it holds
+    everywhere: bfloat16 widens bit by bit, any other change of type gives the positive NaN of all ones.
+    """
     if value.dtype == TARGET:
         result = value
+    elif TARGET == tl.float32:
+        result = value.to(tl.float32)
+        if value.dtype == tl.float16:
+            quiet = tl.full(value.shape, 0x7FFFFFFF, tl.uint32).to(tl.float32, bitcast=True)
+            result = tl.where(value == value, result, quiet)
     else:
         wide = value.to(tl.float32)
-        if TARGET == tl.float32:
-            quiet = tl.full(wide.shape, 0x7FFFFFFF, tl.uint32).to(tl.float32, bitcast=True)
-            result = tl.where(wide == wide, wide, quiet)
-        else:
-            quiet = tl.full(wide.shape, 0x7FFF, tl.uint16).to(TARGET, bitcast=True)
-            result = tl.where(wide == wide, wide.to(TARGET), quiet)
+        quiet = tl.full(value.shape, 0x7FFF, tl.uint16).to(TARGET, bitcast=True)
+        result = tl.where(wide == wide, wide.to(TARGET), quiet)
     return result
 
 

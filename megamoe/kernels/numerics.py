@@ -47,8 +47,17 @@ def add(a, b):
     return a + b
 
 
-register_reduction(maximum_number, np.fmax.reduce)
-register_reduction(minimum_number, np.fmin.reduce)
+def _quiet(values):
+    """C's fmax, and so NumPy's, returns NaN for a signalling NaN; the instructions ignore those as well."""
+    return (
+        np.where(np.isnan(values), np.nan, values).astype(values.dtype)
+        if values.dtype.kind == "f"
+        else values
+    )
+
+
+register_reduction(maximum_number, lambda values, **kwargs: np.fmax.reduce(_quiet(values), **kwargs))
+register_reduction(minimum_number, lambda values, **kwargs: np.fmin.reduce(_quiet(values), **kwargs))
 register_reduction(maximum_or_nan, np.maximum.reduce)
 register_reduction(add, np.add.reduce)
 
