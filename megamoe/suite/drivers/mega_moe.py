@@ -101,7 +101,7 @@ def deep_gemm_fp8_mega_moe(
 def split_ranks(
     tensors: Sequence[Tensor], tokens: Sequence[int]
 ) -> tuple[list[RankInputs], list[ExpertWeights], list[LaunchConfig]]:
-    """One entry a rank. tensors: x ... topk_weights, l1_w ... l2_w_sf of all ranks, as in the row's signature."""
+    """One entry a rank. tensors: x ... topk_weights, l1_w ... l2_w_sf of all ranks."""
     topk_idx, weights = tensors[2], tensors[4:]
     ranks = len(tokens)
     parts = [torch.split(tensor, list(tokens)) for tensor in tensors[:4]]

@@ -78,8 +78,7 @@ def _replicated(count: int, physical: int, topk: int, g: torch.Generator) -> Ten
     slots = torch.stack((torch.arange(logical), torch.arange(logical) + logical), dim=1)
     load = torch.zeros(physical, dtype=torch.int32)
     replicas = torch.full((logical,), 2, dtype=torch.int64)
-    mapped: Tensor = eplb_map_to_physical_and_record(ids, load, slots, replicas, torch.tensor(True))
-    return mapped.long()
+    return eplb_map_to_physical_and_record(ids, load, slots, replicas, torch.tensor(True)).long()
 
 
 def _plant_specials(found: dict[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,21 @@ from torch.multiprocessing.spawn import spawn
 from megamoe.suite.drivers import nvcc_ahead
 from megamoe.suite.drivers.deep_gemm_sm90 import Launch, Session, single_rank_group
 
-__all__ = ["RankedLaunch", "launch_ranks"]
+__all__ = ["RankedLaunch", "RanksFailedError", "launch_ranks"]
 
 _NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
+
+
+class RanksFailedError(RuntimeError):
+    """A rank failed. finished: what the launches before it left, [launch][rank]."""
+
+    def __init__(self, message: str, finished: list[list[Launch]]) -> None:
+        super().__init__(message)
+        self.finished = finished
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,8 @@ def launch_ranks(launches: Sequence[RankedLaunch], compile_ahead: Path | None = 
     """What every launch left on every rank: [launch][rank]. All launches have the same number of ranks.
 
     compile_ahead: a folder; every kernel is compiled into it first, all at the same time. Tensors come back
-    on the CPU from several ranks, on the device from one. RuntimeError says which rank failed, and how.
+    on the CPU from several ranks, on the device from one. RanksFailedError says which rank failed and how,
+    and has what was finished before.
     """
     ranks = len(launches[0].tokens)
     if any(len(each.tokens) != ranks for each in launches):
@@ -76,9 +85,22 @@ def launch_ranks(launches: Sequence[RankedLaunch], compile_ahead: Path | None = 
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         arguments = (ranks, port, folder, compile_ahead)
-        spawn(_rank_process, arguments, nprocs=ranks)  # type: ignore[no-untyped-call]
-        saved = [torch.load(f"{folder}/rank{rank}.pt", weights_only=False) for rank in range(ranks)]
-    return [[saved[rank][index] for rank in range(ranks)] for index in range(len(launches))]
+        try:
+            spawn(_rank_process, arguments, nprocs=ranks)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise RanksFailedError(str(error), _read_results(folder, ranks, len(launches))) from error
+        return _read_results(folder, ranks, len(launches))
+
+
+def _read_results(folder: str, ranks: int, launches: int) -> list[list[Launch]]:
+    """The launches that every rank has finished, in order."""
+    found: list[list[Launch]] = []
+    for index in range(launches):
+        files = [Path(folder, f"{index}.{rank}.pt") for rank in range(ranks)]
+        if not all(file.exists() for file in files):
+            break
+        found.append([torch.load(file, weights_only=False) for file in files])
+    return found
 
 
 def _rank_process(rank: int, ranks: int, port: int, folder: str, compile_ahead: Path | None) -> None:
@@ -90,29 +112,24 @@ def _rank_process(rank: int, ranks: int, port: int, folder: str, compile_ahead: 
         "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, device_id=device
     )
     launches = [RankedLaunch(*each) for each in torch.load(f"{folder}/launches.pt", weights_only=False)]
-    results = _run(launches, rank, dist.group.WORLD, compile_ahead)
-    on_cpu = [
-        Launch(
-            each.y.cpu(),
-            each.stats.cpu(),
-            {name: stage.cpu() for name, stage in each.stages.items()},
-            each.config,
-        )
-        for each in results
-    ]
-    torch.save(on_cpu, f"{folder}/rank{rank}.pt")
+    for index, each in enumerate(_run(launches, rank, dist.group.WORLD, compile_ahead)):
+        stages = {name: stage.cpu() for name, stage in each.stages.items()}
+        partial = Path(folder, f"{index}.{rank}.partial")
+        torch.save(Launch(each.y.cpu(), each.stats.cpu(), stages, each.config), partial)
+        partial.rename(partial.with_suffix(".pt"))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _run(launches: Sequence[RankedLaunch], rank: int, group: Any, compile_ahead: Path | None) -> list[Launch]:
-    """One rank's side of every launch."""
+def _run(
+    launches: Sequence[RankedLaunch], rank: int, group: Any, compile_ahead: Path | None
+) -> Iterator[Launch]:
+    """One rank's side of every launch, one after another."""
     if compile_ahead is not None:
         nvcc_ahead.install(compile_ahead)
     import deep_gemm
 
     sessions: dict[tuple[int, ...], Session] = {}
-    found: list[Launch] = []
     for only_compile in (True, False) if compile_ahead is not None else (False,):
         for one in launches:
             key = tuple(one.sizes.values())
@@ -133,12 +150,12 @@ def _run(launches: Sequence[RankedLaunch], rank: int, group: Any, compile_ahead:
                 session.poison()
             session.stage(*mine[:4])
             _meet(group)
-            found.append(session.launch(one.tokens[rank], *weights, clamp=one.clamp, fast_math=one.fast_math))
+            launch = session.launch(one.tokens[rank], *weights, clamp=one.clamp, fast_math=one.fast_math)
             # Nobody poisons or stages again while another rank still reads.
             _meet(group)
+            yield launch
     for session in sessions.values():
         session.close()
-    return found
 
 
 def _share(one: RankedLaunch, rank: int) -> list[Tensor]:

@@ -56,7 +56,7 @@ def _golden(case: bundle.Case) -> tuple[Params, dict[str, Tensor]]:
     experts, hidden, intermediate = given["l2_w"].shape
     tokens, topk = given["topk_idx"].shape
     params = _SMALL | {
-        "values": "recorded",
+        "values": "recorded_pool",
         "tokens": (tokens,),
         "experts": experts,
         "topk": topk,
@@ -74,7 +74,7 @@ def _codes(tensor: Tensor) -> Tensor:
 
 
 def _enough_devices(params: Params) -> str | None:
-    if params["values"] == "recorded":
+    if params["values"] == "recorded_pool":
         return "a recording's row order cannot be launched again"
     ranks = len(params["tokens"])
     if ranks > 1 and torch.cuda.device_count() < ranks:
@@ -85,7 +85,7 @@ def _enough_devices(params: Params) -> str | None:
 def _several_ranks(params: Params) -> str | None:
     return (
         None
-        if len(params["tokens"]) > 1 and params["values"] != "recorded"
+        if len(params["tokens"]) > 1 and params["values"] != "recorded_pool"
         else "one rank has no processes to spread over"
     )
 
