@@ -37,7 +37,7 @@ _EXPORTS = {
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
-__all__ = list(_MODULE_OF)  # noqa: PLE0605 (built from the table above)
+__all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
