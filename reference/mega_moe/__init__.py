@@ -12,6 +12,13 @@ from reference.mega_moe.launch import (
     parse_printed_configs,
     sm90_launch_config,
 )
+from reference.mega_moe.twins import (
+    bf16_mega_moe,
+    fp4_fp4_mega_moe,
+    fp8_fp4_mega_moe,
+    fp8_mega_moe,
+    nvfp4_mega_moe,
+)
 
 __all__ = [
     "FAMILIES",
@@ -23,9 +30,14 @@ __all__ = [
     "RankInputs",
     "RankResult",
     "SharedExpert",
+    "bf16_mega_moe",
     "forward",
+    "fp4_fp4_mega_moe",
+    "fp8_fp4_mega_moe",
+    "fp8_mega_moe",
     "get_family",
     "launch_config",
+    "nvfp4_mega_moe",
     "parse_generated_source",
     "parse_printed_configs",
     "sm90_launch_config",
