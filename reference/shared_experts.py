@@ -54,8 +54,8 @@ def expand_block_scale(scale: Tensor, block: Sequence[int] | None, mn: int, k: i
             f"scale must be {shape} for mn={mn}, k={k} and blocks {tuple(block)}, got {tuple(scale.shape)}"
         )
     if scale.dtype == torch.int32:
-        codes = scale.contiguous(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-        codes = codes.reshape(mn, -1)[:, :blocks]
+        shifts = torch.arange(0, 32, 8, device=scale.device, dtype=torch.int32)
+        codes = (scale[:, :, None] >> shifts).to(torch.uint8).reshape(mn, -1)[:, :blocks]
     else:
         codes = scale.view(torch.uint8).repeat_interleave(rows, 0)[:mn]
     return ue8m0_uint8_to_float(codes.repeat_interleave(columns // 32, 1)[:, : k // 32].contiguous())
@@ -68,8 +68,10 @@ def prepare_shared_expert_scale(scale: Tensor, block: Sequence[int] | None, mn: 
 
 
 def _scale_of(linear: Any) -> Tensor:
-    scale = getattr(linear, "weight_scale", None)
-    return linear.weight_scale_inv if scale is None else scale
+    scale: Tensor | None = getattr(linear, "weight_scale", None)
+    if scale is None:
+        scale = linear.weight_scale_inv
+    return scale
 
 
 def transform_shared_expert_weights(
