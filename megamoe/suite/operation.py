@@ -130,7 +130,7 @@ class Case:
         words = [str(self.params["recipe"])] if "recipe" in self.params else []
         for name, default in self.operation.defaults.items():
             value = self.params[name]
-            if name != "recipe" and value != default:
+            if name != "recipe" and _plain(value) != _plain(default):
                 words.append(_word(name, value))
         return ".".join(words)
 
@@ -158,6 +158,11 @@ def load(target: str) -> Callable[..., Any]:
     for part in function.split("."):
         found = getattr(found, part)
     return found  # type: ignore[no-any-return]
+
+
+def _plain(value: Any) -> Any:
+    """A tuple is what JSON makes of it, a list."""
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _word(name: str, value: Any) -> str:

@@ -117,6 +117,11 @@ def _bind_eplb(arguments: dict[str, Any], views: dict[str, Tensor]) -> dict[str,
     return {**arguments, **views, "eplb_state": state}
 
 
+def _row_stride(shape: tuple[int, int], params: Params) -> tuple[int, ...] | None:
+    """NVFP4 buffers are row-major by contract: only their rows may be apart."""
+    return output_stride(shape, "dense" if params["strides"] == "dense" else "rows")
+
+
 def _pages(params: Params, tokens: int, hidden: int) -> BufferSpec:
     block_m = params["shared_block_m"]
     rows = params["page_rows"]
@@ -200,10 +205,10 @@ PREPARE_MEGAMOE_INPUTS = Operation(
     implementations=(Implementation("triton", "megamoe.staging:prepare_megamoe_inputs", ("triton",)),),
     outputs={
         "x": Output("row_major"),
-        "x_sf": Output("scale_words"),
+        "x_sf": Output("packed_scale_rows"),
         "shared_x_sf": Output("shared_scale_pages"),
-        "topk_idx_out": Output("row_major"),
-        "topk_weights_out": Output("row_major"),
+        "topk_idx_out": Output("topk_ids"),
+        "topk_weights_out": Output("topk_weights"),
         "expert_load": Output("row_major"),
     },
     recipes=(*FP8_RECIPES, UNQUANTIZED),
@@ -251,11 +256,9 @@ def _nvfp4_inputs(params: Params, rng: np.random.Generator) -> dict[str, Tensor]
 
 def _nvfp4_call(params: Params, inputs: dict[str, Tensor]) -> Call:
     tokens, hidden = inputs["hidden_states"].shape
-    # x, x_sf and shared_x are row-major by contract: only their rows may be apart
-    kind = "dense" if params["strides"] == "dense" else "rows"
 
     def rows(columns: int, dtype: torch.dtype) -> BufferSpec:
-        return BufferSpec((tokens, columns), dtype, output_stride((tokens, columns), kind))
+        return BufferSpec((tokens, columns), dtype, _row_stride((tokens, columns), params))
 
     buffers = {
         "x": rows(hidden // 2, torch.uint8),
@@ -286,14 +289,14 @@ PREPARE_MEGAMOE_NVFP4_INPUTS = Operation(
     reference="reference.staging:prepare_megamoe_nvfp4_inputs",
     implementations=(Implementation("triton", "megamoe.staging:prepare_megamoe_nvfp4_inputs", ("triton",)),),
     outputs={
-        "x": Output("packed_e2m1"),
-        "x_sf": Output("scale_words"),
+        "x": Output("e2m1_rows"),
+        "x_sf": Output("packed_scale_rows"),
         "x_scales": Output("row_major"),
         "shared_x": Output("row_major"),
         "shared_x_sf": Output("shared_scale_pages"),
         "l2_alpha": Output("row_major"),
-        "topk_idx_out": Output("row_major"),
-        "topk_weights_out": Output("row_major"),
+        "topk_idx_out": Output("topk_ids"),
+        "topk_weights_out": Output("topk_weights"),
         "expert_load": Output("row_major"),
     },
     recipes=("nvfp4_token",),
@@ -334,7 +337,7 @@ def _nvfp4_block_inputs(params: Params, rng: np.random.Generator) -> dict[str, T
 def _nvfp4_block_buffers(params: Params, inputs: dict[str, Tensor]) -> dict[str, BufferSpec]:
     tokens, hidden = inputs["hidden_states"].shape
     return {
-        name: BufferSpec((tokens, columns), torch.uint8, output_stride((tokens, columns), params["strides"]))
+        name: BufferSpec((tokens, columns), torch.uint8, _row_stride((tokens, columns), params))
         for name, columns in (("x", hidden // 2), ("x_sf", hidden // 16))
     }
 
@@ -355,10 +358,10 @@ PREPARE_MEGAMOE_NVFP4_BLOCK_INPUTS = Operation(
         Implementation("triton", "megamoe.staging:prepare_megamoe_nvfp4_block_inputs", ("triton",)),
     ),
     outputs={
-        "x": Output("packed_e2m1"),
+        "x": Output("e2m1_rows"),
         "x_sf": Output("row_major"),
-        "topk_idx_out": Output("row_major"),
-        "topk_weights_out": Output("row_major"),
+        "topk_idx_out": Output("topk_ids"),
+        "topk_weights_out": Output("topk_weights"),
     },
     recipes=("nvfp4_block",),
     defaults={"recipe": "nvfp4_block", **_ROUTING},
@@ -409,7 +412,7 @@ PREPARE_MEGAMOE_NVFP4_WITH_NORM = Operation(
     implementations=(
         Implementation("triton", "megamoe.staging:prepare_megamoe_nvfp4_with_norm", ("triton",)),
     ),
-    outputs={"x": Output("packed_e2m1"), "x_sf": Output("row_major")},
+    outputs={"x": Output("e2m1_rows"), "x_sf": Output("row_major")},
     recipes=("nvfp4_block",),
     defaults={
         "recipe": "nvfp4_block",
@@ -453,8 +456,8 @@ PREPARE_MEGAMOE_BF16_INPUTS = Operation(
     implementations=(Implementation("triton", "megamoe.staging:prepare_megamoe_bf16_inputs", ("triton",)),),
     outputs={
         "x": Output("row_major"),
-        "topk_idx_out": Output("row_major"),
-        "topk_weights_out": Output("row_major"),
+        "topk_idx_out": Output("topk_ids"),
+        "topk_weights_out": Output("topk_weights"),
     },
     defaults=_ROUTING,
     sweeps=(

@@ -1,0 +1,6 @@
+"""``python -m megamoe``."""
+
+from megamoe.cli import main
+
+if __name__ == "__main__":
+    main(prog_name="megamoe")

@@ -1,0 +1,1 @@
+"""Subcommands of `megamoe`, each loaded when it is called."""
