@@ -38,7 +38,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reference.formats import decode, encode, unpack_e2m1, unpack_scale_words
+from reference.formats import encode, unpack_e2m1, unpack_scale_words
 from reference.mega_moe import (
     Activation,
     ExpertWeights,
@@ -50,6 +50,7 @@ from reference.mega_moe import (
     get_family,
 )
 from reference.mega_moe.forward import scale_rows
+from reference.mega_moe.values import act_values, weight_values
 from reference.tensor_core import FAMILIES as MMA_FAMILIES
 
 __all__ = ["ExactLaunch", "ExactnessReport", "check_exact", "draw_exact"]
@@ -213,14 +214,18 @@ def check_exact(
     smallest_gate = math.inf
     for rank, result in enumerate(results):
         weights = launch.weights[rank]
-        acts = _decoded_rows(family, result, "l1_acts", family.act_group)
-        hidden = _decoded_rows(family, result, "l2_acts", family.hidden_group)
+        acts = _decoded_rows(family, result, "l1_acts")
+        hidden = _decoded_rows(family, result, "l2_acts")
         for expert, count in enumerate(result.pool.counts):
             if not count:
                 continue
             here = result.pool.expert_rows(expert)
-            w1 = _decoded_weights(family, weights.l1[expert], weights.l1_sf, expert)
-            w2 = _decoded_weights(family, weights.l2[expert], weights.l2_sf, expert)
+            w1 = weight_values(
+                family, weights.l1[expert], None if weights.l1_sf is None else weights.l1_sf[expert]
+            )
+            w2 = weight_values(
+                family, weights.l2[expert], None if weights.l2_sf is None else weights.l2_sf[expert]
+            )
             bits[0] = max(bits[0], bits_needed(acts[here], w1))
             bits[1] = max(bits[1], bits_needed(hidden[here], w2))
             gate = acts[here] @ w1[: len(w1) // 2].T
@@ -268,32 +273,14 @@ def _available_bits(family: MegaMoeFamily) -> int:
     return min(row.fraction_bits, row.output_fraction_bits)
 
 
-def _decoded_rows(family: MegaMoeFamily, result: RankResult, name: str, group: int | None) -> Tensor:
+def _decoded_rows(family: MegaMoeFamily, result: RankResult, name: str) -> Tensor:
     """A pool stage dequantized, float64 [rows, K]."""
     codes = result.stages[name]
-    if family.act_format == "bf16":
-        return codes.double()
     codes = unpack_e2m1(codes) if family.act_format == "e2m1" else codes
+    if family.act_group is None:
+        return act_values(family, codes, None)
     scales = result.stages[name + "_sf"][scale_rows(family, result.pool)]
-    values = decode(codes, "e2m1" if family.act_format == "e2m1" else "e4m3fn").double()
-    return values * _scale_values(family, scales).repeat_interleave(group or 1, -1)[:, : values.shape[1]]
-
-
-def _decoded_weights(family: MegaMoeFamily, codes: Tensor, scales: Tensor | None, expert: int) -> Tensor:
-    if family.weight_format == "bf16":
-        return codes.double()
-    assert scales is not None
-    values = decode(codes, "e2m1" if family.weight_format == "e2m1" else "e4m3fn").double()
-    if family.scale_format is None:
-        return values * scales[expert].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-    decoded = decode(scales[expert], family.scale_format).double()
-    return values * decoded.repeat_interleave(values.shape[1] // decoded.shape[1], 1)
-
-
-def _scale_values(family: MegaMoeFamily, scales: Tensor) -> Tensor:
-    if family.scale_format is None:
-        return scales.double()
-    return decode(unpack_scale_words(scales), family.scale_format).double()
+    return act_values(family, codes, scales if family.scale_format is None else unpack_scale_words(scales))
 
 
 def _combine_is_exact(result: RankResult) -> bool:
