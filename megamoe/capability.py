@@ -1,6 +1,6 @@
 """What this machine can run. ``probe(name)`` never raises: it answers with a flag and a reason.
 
-Known names: ``torch``, ``triton``, ``triton_interpreter``, ``cuda``, ``cuda2``, ``cuda4``, ``cuda8`` (as many devices), ``sm90``, ``sm100``,
+Known names: ``torch``, ``triton``, ``cuda``, ``cuda2``, ``cuda4``, ``cuda8`` (as many devices), ``sm90``, ``sm100``,
 ``deep_gemm`` and ``deep_gemm.<attribute>`` for one of its functions. Features are probed, versions never compared.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import os
 from typing import Any, NamedTuple
 
 
@@ -20,7 +19,7 @@ class Probe(NamedTuple):
     reason: str
 
 
-NAMES = ("torch", "triton", "triton_interpreter", "cuda", "cuda2", "sm90", "sm100", "deep_gemm")
+NAMES = ("torch", "triton", "cuda", "cuda2", "sm90", "sm100", "deep_gemm")
 DEEP_GEMM_FUNCTIONS = (
     "mega_moe_pre_dispatch",
     "mega_moe_pre_dispatch_sm90",
@@ -70,15 +69,6 @@ def _module(name: str) -> Probe:
 
 def _triton() -> Probe:
     return _module("triton")
-
-
-def _triton_interpreter() -> Probe:
-    triton = probe("triton")
-    if not triton.ok:
-        return Probe(False, f"triton: {triton.reason}")
-    if os.environ.get("TRITON_INTERPRET", "0") not in ("1", "true", "on", "yes"):
-        return Probe(False, "TRITON_INTERPRET is not set: kernels compile for the GPU")
-    return Probe(True, f"TRITON_INTERPRET=1, triton {triton.reason}")
 
 
 def _cuda() -> Probe:
@@ -137,7 +127,6 @@ def _first_line(error: BaseException) -> str:
 _PROBES = {
     "torch": lambda: _module("torch"),
     "triton": _triton,
-    "triton_interpreter": _triton_interpreter,
     "cuda": _cuda,
     "deep_gemm": _deep_gemm,
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from megamoe import bundle
 from megamoe.suite.compare import Observed, OutputComparison, count_differing_bytes, describe_difference
 from megamoe.suite.operation import Case, Implementation, Operation, Params, load
-from megamoe.suite.runner import Result, describe_error, execute, why_skipped
+from megamoe.suite.runner import Result, describe_error, execute, why_not_provided, why_skipped
 from megamoe.suite.table import table
 
 
@@ -43,7 +43,7 @@ def replay_case(case: bundle.Case, implementation: Implementation, device: str =
     operation, params, inputs = restore(case)
     run = Case(operation, params)
     result = Result(case.case, case.op, run.recipe, implementation.name, device, "passed")
-    skip = why_skipped(implementation, device, run)
+    skip = why_skipped(implementation, device, run) or why_not_provided(implementation)
     if skip is not None:
         return replace(result, status="skipped", skip=skip)
     started = time.perf_counter()

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from megamoe.suite.compare import CONTRACTS, Observed, OutputComparison
 from megamoe.suite.operation import Call, Case, Implementation, Operation, load, stable_seed
 
 Status = Literal["passed", "failed", "skipped"]
-SkipReason = Literal["needs capability", "other device", "not provided", "not supported"]
-SKIP_REASONS: tuple[SkipReason, ...] = ("needs capability", "other device", "not provided", "not supported")
+SkipReason = Literal["needs capability", "other device", "not provided", "not supported", "not for this kind"]
+SKIP_REASONS: tuple[str, ...] = get_args(SkipReason)
 _IMPLIES_CUDA = ("cuda", "sm", "deep_gemm")
 
 
@@ -88,10 +88,27 @@ def why_skipped(implementation: Implementation, device: str, case: Case | None =
     return None
 
 
-def prepare_process(device: str) -> None:
-    """Call before an implementation is imported: on a CPU, Triton kernels run in its interpreter."""
-    if device == "cpu":
+def why_not_provided(implementation: Implementation) -> Skip | None:
+    """Somebody's own module need not have every operation; an implementation of the table must exist."""
+    if not is_module(implementation.name):
+        return None
+    try:
+        load(implementation.target)
+    except AttributeError as error:
+        return Skip("not provided", str(error))
+    return None
+
+
+def prepare_process(device: str, implementation: str | None = None) -> None:
+    """Call before an implementation is imported. Kernels of somebody's own module run in Triton's interpreter on a CPU;
+    ours choose for each launch."""
+    if device == "cpu" and implementation is not None and is_module(implementation):
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def is_module(name: str) -> bool:
+    """Whether an --impl is ``package.module[:prefix]`` rather than an implementation that a row names."""
+    return "." in name or ":" in name
 
 
 def execute(call: Call, function: Callable[..., Any], seed: int, device: str = "cpu") -> dict[str, Observed]:
@@ -132,6 +149,9 @@ def run_case(
     skip = why_skipped(implementation, device, case)
     if skip is not None:
         return replace(result, status="skipped", skip=skip)
+    missing = why_not_provided(implementation)
+    if missing is not None:
+        return replace(result, status="skipped", skip=missing)
     started = time.perf_counter()
     try:
         call = operation.call(case.params, case.inputs()) if call is None else call

@@ -77,7 +77,7 @@ def run_job(job: Job) -> Iterator[list[Result]]:
         import torch
 
         torch.set_num_threads(job.threads)
-    prepare_process(job.device)
+    prepare_process(job.device, job.implementation)
     for name, params in job.cases:
         case = Case(table()[name], params)
         yield _run_one(case, job)

@@ -11,6 +11,9 @@ from dataclasses import fields
 from megamoe.suite import rows
 from megamoe.suite.compare import CONTRACTS
 from megamoe.suite.operation import Case, Implementation, Operation, Tier
+from megamoe.suite.runner import is_module
+
+__all__ = ["implementation_names", "is_module", "select", "select_cases", "select_implementations", "table"]
 
 MAX_FIELDS = 15
 assert len(fields(Operation)) <= MAX_FIELDS, "a row that needs more is more than one operation"
@@ -52,11 +55,6 @@ def select_implementations(operation: Operation, name: str | None, device: str) 
         module, _, prefix = name.partition(":")
         return [Implementation(name, f"{module}:{prefix}{operation.name}")]
     return [row for row in (*operation.implementations, reference) if row.name == name]
-
-
-def is_module(name: str) -> bool:
-    """Whether an --impl is a module rather than an implementation that a row names."""
-    return ("." in name or ":" in name) and name not in implementation_names()
 
 
 def implementation_names() -> list[str]:

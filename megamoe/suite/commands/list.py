@@ -62,7 +62,7 @@ def list_operations(pattern: str, show_cases: bool, tier: str, as_json: bool) ->
             row.name,
             "\n".join(output.needs_words(implementation) for implementation in row.implementations),
             "\n".join(row.recipes),
-            "\n".join(f"{name}: {found.layout}" for name, found in row.outputs.items()),
+            ", ".join(row.outputs),
             "/".join(str(len(row.cases(name))) for name in TIERS),
             row.contract + (f"\nbecause {row.because}" if row.because else ""),
             row.source,

@@ -52,7 +52,7 @@ def replay(
         output.stop(f"no case matches --case {pattern!r} --op {operation!r}")
     output.check_required(required)
     device = device or ("cpu" if impl == "reference" else session.default_device())
-    prepare_process(device)
+    prepare_process(device, impl)
     operations = [row for row in table.table().values() if any(case.op == row.name for case in cases)]
     if not operations:
         output.stop(f"the table has none of the operations {sorted({case.op for case in cases})}")
@@ -60,21 +60,24 @@ def replay(
 
     started = time.perf_counter()
     results: list[Result] = []
-    try:
-        with output.progress(len(cases), "replay", show=not as_json) as advance:
-            for case in cases:
+    refused: list[str] = []
+    with output.progress(len(cases), "replay", show=not as_json) as advance:
+        for case in cases:
+            try:
                 results += _replay(case, impl, device)
-                advance(1)
-    except CannotReplay as error:
-        output.stop(str(error))
+            except CannotReplay as error:
+                refused.append(str(error))
+            advance(1)
     results = report.require(results, required)
     if as_json:
-        output.write_json(report.as_json(results, device=device), "-")
+        output.write_json(report.as_json(results, device=device, refused=refused), "-")
     else:
         title = f"megamoe replay with {impl} on {device}"
         output.print_results(results, time.perf_counter() - started, title)
     if any(result.status == "failed" for result in results):
         sys.exit(1)
+    if refused:
+        output.stop(f"{len(refused)} of {len(cases)} cases cannot be run; first: {refused[0]}")
     if not any(result.status == "passed" for result in results):
         output.stop("nothing ran: every case was skipped")
 

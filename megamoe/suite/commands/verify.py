@@ -51,7 +51,7 @@ def verify(
     if device == "cuda" and not probe("cuda").ok:
         output.stop(f"--device cuda: {probe('cuda').reason}")
     device = device or session.default_device()
-    prepare_process(device)
+    prepare_process(device, impl)
     output.check_implementation(impl, operations)
 
     started = time.perf_counter()
