@@ -76,9 +76,10 @@ def explain(
 @click.option("--svg", "svg_path", type=click.Path(path_type=Path, dir_okay=False), help="Draw into this file instead of the terminal.")
 @click.option("--from", "first_row", type=int, default=0, help="First row of memory to draw.")
 @click.option("--rows", type=int, default=32, help="Rows of memory to draw.")
+@click.option("--memory", is_flag=True, help="Draw lines of memory, alignment included, instead of the tensor's rows.")
 @click.option("--json", "as_json", is_flag=True, help="Print the layout as JSON.")
 def layout(
-    name: str | None, shape: str | None, params: dict[str, Any], svg_path: Path | None, first_row: int, rows: int, as_json: bool
+    name: str | None, shape: str | None, params: dict[str, Any], svg_path: Path | None, first_row: int, rows: int, memory: bool, as_json: bool
 ) -> None:
     """Draws a layout: which byte holds which element, and what is padding. Without a name, lists the layouts."""
     from megamoe.explain.draw import draw_svg, draw_terminal, list_layouts
@@ -94,10 +95,10 @@ def layout(
             click.echo(json.dumps(found.describe()))
         elif svg_path is not None:
             svg_path.parent.mkdir(parents=True, exist_ok=True)
-            svg_path.write_text(draw_svg(found, first_row, rows), encoding="utf-8")
+            svg_path.write_text(draw_svg(found, first_row, rows, memory=memory), encoding="utf-8")
             click.echo(str(svg_path))
         else:
-            draw_terminal(found, first_row, rows)
+            draw_terminal(found, first_row, rows, memory=memory)
     except (InputError, OSError) as error:
         click.echo(f"megamoe layout: {error}", err=True)
         sys.exit(2)

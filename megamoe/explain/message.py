@@ -19,11 +19,11 @@ def render(report: Report, max_lines: int = 25) -> str:
     for number, findings in enumerate(groups):
         left = len(groups) - number
         space = room - (1 if left > 1 else 0)
-        most = max(0, min(5, space // max(1, min(left, 3)) - 5))
-        block = _block(findings, most if number < 3 else 0)
+        most = (5, 2, 1)[number] if number < 3 else 0
+        block = _block(findings, most)
         if len(block) > space:
-            block = block[: max(0, space)] if number == 0 else []
-        if not block:
+            block = block[: max(0, space)] if number == 0 else _block(findings, 0)[: max(0, space)]
+        if len(block) < min(3, len(_block(findings, 0))):
             break
         lines.extend(block)
         room -= len(block)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamoe.explain.subject import Subject
+from megamoe.explain.subject import PlainLayout, Subject
 
 _PERIODS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 240, 256, 384, 512, 1024, 2048)
 _MOST = 1 << 20
-_PLURALS = {"index": "indices", "in_word": "bytes in a word", "batch": "experts"}
+_PLURALS = {"index": "indices", "in_word": "bytes in a word", "batch": "batches"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def patterns(subject: Subject, positions: Tensor) -> list[AxisPattern]:
         index = coordinates[name]
         index = index[index >= 0]
         if index.numel() and size > 1:
-            found.append(_pattern(name, size, index))
+            found.append(_pattern(name, size, index, shown_name(subject, name)))
     in_padding = int((coordinates[subject.layout.axes[0].name] < 0).sum()) if subject.layout.axes else 0
     if in_padding:
         words = "only padding" if in_padding == positions.numel() else f"{in_padding} in padding"
@@ -54,27 +54,34 @@ def in_words(subject: Subject, positions: Tensor) -> str:
     if positions.numel() <= 3:
         return "; ".join(place_words(subject, int(p)) for p in positions)
     words = [pattern.words for pattern in patterns(subject, positions) if pattern.words]
-    return "; ".join(words) if words else "scattered everywhere"
+    if words:
+        return "; ".join(words)
+    return "everywhere" if positions.numel() > 0.25 * subject.total else "scattered, without a pattern"
 
 
 def place_words(subject: Subject, position: int) -> str:
     coordinates = subject.locate(torch.tensor([position]))
     axes = [axis.name for axis in subject.layout.axes]
     if axes and int(coordinates[axes[0]]) < 0:
-        return f"padding at byte {position * subject.unit_bits // 8}"
-    return ", ".join(f"{name} {int(coordinates[name])}" for name in axes)
+        return f"padding at stored {stored_index(subject, position)}"
+    return ", ".join(f"{shown_name(subject, name)} {int(coordinates[name])}" for name in axes)
 
 
-def _pattern(name: str, size: int, index: Tensor) -> AxisPattern:
+def shown_name(subject: Subject, axis: str) -> str:
+    """The outer axis of a named weight layout is the experts."""
+    return "expert" if axis == "batch" and not isinstance(subject.layout, PlainLayout) else axis
+
+
+def _pattern(name: str, size: int, index: Tensor, shown: str) -> AxisPattern:
     counts = torch.bincount(index, minlength=size)
     top = counts.sort(descending=True).values
     typical = float(top[: max(1, int((counts > 0).sum()) // 2 + 1)].float().median())
-    hit = counts >= max(1.0, 0.2 * typical)
+    hit = counts >= max(1.0, 0.05 * typical)
     if int(counts[hit].sum()) < 0.9 * index.numel():
         hit = counts > 0
     values = hit.nonzero().reshape(-1)
     share = float(counts[hit].sum()) / index.numel()
-    words = _describe(name, size, values.tolist(), dense=index.numel() >= 8 * size)
+    words = _describe(shown, size, values.tolist(), dense=index.numel() >= 8 * size)
     if words and share < 1:
         words = f"mostly {words}"
     return AxisPattern(name, words, share, tuple(values[:4096].tolist()))
@@ -82,11 +89,10 @@ def _pattern(name: str, size: int, index: Tensor) -> AxisPattern:
 
 def _describe(name: str, size: int, values: list[int], *, dense: bool) -> str:
     plural = _PLURALS.get(name, f"{name}s")
-    singular = "expert" if name == "batch" else name
     if len(values) == size:
         return ""
     if len(values) == 1:
-        return f"only {singular} {values[0]}"
+        return f"only {name} {values[0]}"
     if values[-1] - values[0] == len(values) - 1:
         return f"{plural} {values[0]} to {values[-1]}"
     for period in _PERIODS:
@@ -96,10 +102,10 @@ def _describe(name: str, size: int, values: list[int], *, dense: bool) -> str:
         if len(residues) >= period:
             continue
         possible = sum(len(range(r, size, period)) for r in residues)
-        if len(values) < 0.95 * possible or possible < 2 * len(residues):
+        if len(values) < 0.95 * possible or possible < 3 * len(residues):
             continue
         if len(residues) == 1:
-            return f"every {_ordinal(period)} {singular} (from {residues[0]})"
+            return f"every {_ordinal(period)} {name} (from {residues[0]})"
         if residues[-1] - residues[0] == len(residues) - 1:
             return f"{plural} {residues[0]} to {residues[-1]} of every {period}"
         if len(residues) <= 4:
@@ -118,3 +124,13 @@ def _describe(name: str, size: int, values: list[int], *, dense: bool) -> str:
 def _ordinal(number: int) -> str:
     words = {2: "second", 3: "third", 4: "fourth", 8: "eighth", 16: "sixteenth"}
     return words.get(number, f"{number}th")
+
+
+def stored_index(subject: Subject, position: int) -> list[int]:
+    """Index in the storage tensor of the element that holds this unit."""
+    layout = subject.layout
+    rest = position // max(1, layout.storage_dtype.itemsize * 8 // layout.element_bits)
+    index = [0] * len(layout.storage_shape)
+    for axis in sorted(range(len(index)), key=lambda a: -layout.storage_strides[a]):
+        index[axis], rest = divmod(rest, layout.storage_strides[axis])
+    return index
