@@ -36,9 +36,9 @@ _UE8M0_DTYPES = (torch.float8_e8m0fnu, torch.uint8, torch.int32)
 def expand_block_scale(scale: Tensor, block: Sequence[int] | None, mn: int, k: int) -> Tensor:
     """Block scales as fp32 [mn, k // 32].
 
-    scale: float8_e8m0fnu or uint8 [cdiv(mn, rows), cdiv(k, columns)], or int32 [mn, cdiv(blocks of k, 4)] with
-    four bytes a word, any strides. block: (rows, columns), columns a multiple of 32. ValueError if they do not
-    fit, TypeError for another dtype.
+    scale: float8_e8m0fnu or uint8 [cdiv(mn, rows), cdiv(k, columns)], or int32 [mn, cdiv(blocks of k, 4)]
+    with four bytes a word, any strides. block: (rows, columns), columns a multiple of 32. ValueError if they
+    do not fit, TypeError for another dtype.
     """
     if scale.dtype not in _UE8M0_DTYPES:
         raise TypeError(f"scale must be UE8M0 (uint8, float8_e8m0fnu or int32 words), got {scale.dtype}")
@@ -55,7 +55,7 @@ def expand_block_scale(scale: Tensor, block: Sequence[int] | None, mn: int, k: i
         )
     if scale.dtype == torch.int32:
         shifts = torch.arange(0, 32, 8, device=scale.device, dtype=torch.int32)
-        codes = (scale[:, :, None] >> shifts).to(torch.uint8).reshape(mn, -1)[:, :blocks]
+        codes = (scale[:, :, None] >> shifts & 0xFF).to(torch.uint8).reshape(mn, -1)[:, :blocks]
     else:
         codes = scale.view(torch.uint8).repeat_interleave(rows, 0)[:mn]
     return ue8m0_uint8_to_float(codes.repeat_interleave(columns // 32, 1)[:, : k // 32].contiguous())

@@ -329,9 +329,10 @@ def _check_sizes(sizes: BufferSizes, mma_type: str) -> None:
     if mma_type == "sm90":
         if sizes.num_shared_experts:
             raise ValueError(f"num_shared_experts must be 0 on SM90, got {sizes.num_shared_experts}")
-        if sizes.hidden % 128 or sizes.intermediate_hidden % 128:
+        # A token's fp32 scales must be whole TMA units of 16 bytes: H / 128 of them, and I / 64.
+        if sizes.hidden % 512 or sizes.intermediate_hidden % 256:
             raise ValueError(
-                "hidden and intermediate_hidden must be multiples of 128, "
+                "hidden must be a multiple of 512 and intermediate_hidden of 256 on SM90, "
                 f"got {sizes.hidden} and {sizes.intermediate_hidden}"
             )
         return

@@ -93,7 +93,7 @@ def test_every_layout_has_a_property_test():
 
 
 def coded(layout: Layout) -> torch.Tensor:
-    """Elements that differ from their neighbours: the bits of a running number, scrambled for narrow elements."""
+    """Elements that differ from their neighbours: a running number, scrambled for narrow elements."""
     count = 1
     for size in layout.logical_shape:
         count *= size
@@ -265,7 +265,7 @@ def test_page_rows_needed():
 
 
 def test_swizzle_tile():
-    """CASES 17: (row 33, group 2) at byte 22; row-major has it at 134. With 16 groups, the way back is the way."""
+    """CASES 17: (row 33, group 2) at byte 22; row-major has it at 134. 16 groups: its own inverse."""
     tile = get_layout("swizzle_128x4", rows=128, groups=4)
     assert int(tile.offsets(row=33, group=2)) == 22
     assert int(get_layout("row_major", rows=128, columns=4, dtype="uint8").offsets(row=33, column=2)) == 134

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference import weights
 from megamoe.bundle import Case, read_bundle
+from reference import weights
 
 BUNDLE = read_bundle(Path(__file__).parents[1] / "goldens" / "layouts.safetensors")
 SCALE_OPS = ("get_mn_major_tma_aligned_tensor", "get_mn_major_tma_aligned_packed_ue8m0_tensor")
