@@ -40,7 +40,8 @@ _REDUCTIONS: dict[Any, Callable[..., Any]] = {}
 
 def register_reduction(combine: Any, reduction: Callable[..., Any]) -> None:
     """Say which NumPy reduction equals `tl.reduce(..., combine)` for a jitted `combine`."""
-    _REDUCTIONS[combine] = reduction
+    # By the plain function: a jitted one hashes its whole source and dependencies.
+    _REDUCTIONS[combine.fn] = reduction
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -58,7 +59,7 @@ def float32_to_e4m3(values: Any) -> Any:
     normal = (rounded >> np.uint32(20)).astype(np.int64) - ((127 - 7) << 3)
     # Below 2^-6 the quantum is 2^-9: adding 2^14 leaves exactly that quantum in the float32 sum's last bit.
     magic = np.float32(2.0**14)
-    clipped = np.minimum(magnitude.view(np.float32), np.float32(1.0))
+    clipped = np.minimum(magnitude, np.uint32(0x3F800000)).view(np.float32)  # 1.0; NaN is handled below
     subnormal = (clipped + magic).view(np.uint32).astype(np.int64) - int(magic.view(np.uint32))
     code = np.where(magnitude < np.uint32(0x3C800000), subnormal, normal)
     code = np.minimum(code, 0x7E)
@@ -252,7 +253,7 @@ def _exact_fma(_builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 def _reduction_by_registry(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply_impl(self: Any, inputs: Any) -> Any:
-        reduction = _REDUCTIONS.get(self.combine_fn)
+        reduction = _REDUCTIONS.get(self.combine_fn.fn)
         if reduction is None:
             return original(self, inputs)
         data = inputs[0].handle.data

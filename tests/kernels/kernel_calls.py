@@ -91,7 +91,7 @@ def token_inputs(tokens: int = 5, size: int = 256, block_m: int = 64) -> dict[st
         "shared_x": poisoned(tokens, size, dtype=E4M3),
         "shared_x_sf": pages(tokens, size, block_m),
         "shared_block_m": block_m,
-        "w2_global_scale": torch.rand(6),
+        "w2_global_scale": torch.rand(6, generator=torch.Generator().manual_seed(2)),
         "l2_alpha": poisoned(6, dtype=torch.float32),
         "l2_activation_scale": 0.37,
         "eplb_state": layer_state(),
