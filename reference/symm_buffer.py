@@ -40,6 +40,7 @@ __all__ = [
     "get_block_m_for_nvfp4_mega_moe",
     "get_symm_buffer_for_mega_moe",
     "get_token_alignment_for_mega_moe",
+    "sm90_library_refusal",
     "symm_buffer_fields",
     "symm_buffer_num_bytes",
 ]
@@ -329,10 +330,9 @@ def _check_sizes(sizes: BufferSizes, mma_type: str) -> None:
     if mma_type == "sm90":
         if sizes.num_shared_experts:
             raise ValueError(f"num_shared_experts must be 0 on SM90, got {sizes.num_shared_experts}")
-        # A token's fp32 scales must be whole TMA units of 16 bytes: H / 128 of them, and I / 64.
-        if sizes.hidden % 512 or sizes.intermediate_hidden % 256:
+        if sizes.hidden % 128 or sizes.intermediate_hidden % 128:
             raise ValueError(
-                "hidden must be a multiple of 512 and intermediate_hidden of 256 on SM90, "
+                "hidden and intermediate_hidden must be multiples of 128, "
                 f"got {sizes.hidden} and {sizes.intermediate_hidden}"
             )
         return
@@ -360,6 +360,20 @@ def symm_buffer_fields(sizes: BufferSizes, mma_type: str = "fp8xfp4") -> tuple[F
     _check_sizes(sizes, mma_type)
     kind = _KINDS[mma_type]
     return tuple(_BUILDERS[kind.api](sizes, kind).fields)
+
+
+def sm90_library_refusal(hidden: int, intermediate_hidden: int) -> str | None:
+    """Why sgl-deep-gemm 0.1.5 makes no SM90 buffer of these sizes, or None.
+
+    A token's scales (hidden / 128 and intermediate / 64 fp32 values) must be whole TMA units of 16 bytes. The
+    arithmetic does not need it, so buffers of other sizes exist here; a launch on the hardware must ask this.
+    """
+    if hidden % 512 or intermediate_hidden % 256:
+        return (
+            "hidden must be a multiple of 512 and intermediate_hidden of 256 on SM90, "
+            f"got {hidden} and {intermediate_hidden}"
+        )
+    return None
 
 
 def symm_buffer_num_bytes(sizes: BufferSizes, mma_type: str = "fp8xfp4") -> int:

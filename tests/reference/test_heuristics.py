@@ -62,7 +62,7 @@ def test_thresholds_are_fp32():
 
 
 def test_thirds_round_in_fp32():
-    """Counts that 3, 9 and 49 experts do not divide: the order of the fp32 operations decides at the steps."""
+    """Counts that 3, 9 and 49 experts do not divide: the order of the operations decides at the steps."""
     for ranks, experts, topk in ((1, 3, 1), (3, 9, 2), (7, 49, 6)):
         for tokens in range(2000):
             x = np.float32(

@@ -15,6 +15,7 @@ from reference.symm_buffer import (
     BufferSizes,
     SymmBuffer,
     get_symm_buffer_for_mega_moe,
+    sm90_library_refusal,
     symm_buffer_fields,
     symm_buffer_num_bytes,
 )
@@ -162,6 +163,24 @@ def test_measured_sm90_buffers(sizes):
     assert tuple(fields[name].offset for name in names)[: len(offsets)] == offsets
 
 
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "refused"),
+    [
+        (256, 128, True),
+        (1280, 640, True),
+        (512, 256, False),
+        (7168, 2048, False),
+        (512, 128, True),
+        (256, 256, True),
+    ],
+)
+def test_sizes_without_an_sm90_buffer(hidden, intermediate, refused):
+    """Measured: the library makes none where a token's scales are not whole TMA units."""
+    reason = sm90_library_refusal(hidden, intermediate)
+    assert (reason is not None) is refused
+    assert reason is None or f"got {hidden} and {intermediate}" in reason
+
+
 KINDS = ["fp8xfp4", "fp8xfp8", "bf16xbf16", "fp4xfp4", "nvfp4", "sm90"]
 
 
@@ -260,8 +279,8 @@ def test_sm_count_moves_what_lies_behind_the_ring():
         ({"num_experts": 4096, "ranks": 64}, "num_experts must be at most 2048"),
         ({"num_max_tokens_per_rank": 32768 * 8 + 1}, "shared blocks must be at most"),
         ({"mma_type": "sm90", "num_shared_experts": 1}, "num_shared_experts must be 0 on SM90"),
-        ({"mma_type": "sm90", "hidden": 256}, "hidden must be a multiple of 512"),
-        ({"mma_type": "sm90", "hidden": 512, "intermediate_hidden": 640}, "intermediate_hidden of 256"),
+        ({"mma_type": "sm90", "hidden": 192}, "multiples of 128"),
+        ({"mma_type": "sm90", "intermediate_hidden": 64}, "multiples of 128"),
     ],
 )
 def test_refused(changes, message):
