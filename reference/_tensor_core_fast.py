@@ -25,7 +25,7 @@ from torch import Tensor
 
 from reference._tensor_core_families import MmaFamily
 from reference._tensor_core_operands import OPERAND_FORMATS, Coded, CodedScales
-from reference._tensor_core_terms import F32, F64, Float, Terms, group_terms, product_terms
+from reference._tensor_core_terms import Terms, group_terms, product_terms
 
 # Products in flight at a time: on a CPU they should stay in the caches, on a GPU each launch should be long
 # enough to hide the host.
@@ -47,7 +47,7 @@ def matmul(row: MmaFamily, a: Coded, b: Coded, scales: CodedScales | None, accum
     flat_scales = None if scales is None else [codes.reshape(-1, *codes.shape[-2:]) for codes in scales[:2]]
     sums_fit_f32 = (row.k_step + 1) << (row.fraction_bits + 2) <= 1 << 24
     are_narrow = all(OPERAND_FORMATS[name].bits <= 8 for name in (a_name, b_name))
-    work = F32 if sums_fit_f32 and are_narrow and scales is None else F64
+    dtype = torch.float32 if sums_fit_f32 and are_narrow and scales is None else torch.float64
     for batch, rows, columns in _blocks(out, row.k_step):
         block_a, block_b = (a_codes[batch, rows], a_name), (b_codes[batch, columns], b_name)
         block_scales = None
@@ -56,10 +56,10 @@ def matmul(row: MmaFamily, a: Coded, b: Coded, scales: CodedScales | None, accum
         if row.exact_group > 1 and block_scales is not None:
             terms = group_terms(row, block_a, block_b, block_scales)
         else:
-            terms = product_terms(row, work, block_a, block_b, block_scales)
+            terms = product_terms(row, dtype, block_a, block_b, block_scales)
         c = out[batch, rows, columns].contiguous()
         for step in range(terms.largest.shape[0]):
-            c = _step(row, work, terms, step, c)
+            c = _step(row, terms, step, c)
         out[batch, rows, columns] = c
     nan = torch.tensor(row.nan_bits, dtype=torch.int32, device=out.device).view(torch.float32)
     return torch.where(out.isnan(), nan, out).reshape(accumulator.shape)
@@ -78,24 +78,19 @@ def _blocks(out: Tensor, k_step: int) -> Iterator[tuple[slice, slice, slice]]:
                 yield slice(i, i + batch_size), slice(j, j + m_size), slice(h, h + n_size)
 
 
-def _step(row: MmaFamily, work: Float, terms: Terms, step: int, c: Tensor) -> Tensor:
+def _step(row: MmaFamily, terms: Terms, step: int, c: Tensor) -> Tensor:
     """One MMA step for a block: accumulator [batch, m, n] float32 -> the new accumulator."""
-    c_exponent = (F32.exponent_field(c).clamp(min=1) - 127).to(work.integer)
-    c_exponent = torch.where(c == 0, row.zero_exponent, c_exponent)
-    largest = torch.maximum(terms.largest[step], c_exponent)
-    # Two factors, because 2**(fraction_bits - largest) can leave the type's range where the result does not.
-    # A factor that underflows belongs to an accumulator far below the last kept bit.
-    shift = row.fraction_bits - largest
-    half = shift >> 1
-    aligned = c.to(work.dtype) * work.power_of_two(half) * work.power_of_two(shift - half)
-    total = terms.total(step, largest) + aligned.trunc_()
-    dropped = work.fraction_bits - row.output_fraction_bits
-    total = (total.view(work.integer) & (-1 << dropped)).view(work.dtype)
-    if work is F32:
-        # The unit is at least 2**-139: exact, be the result normal or not.
-        result = total * 2.0**-row.fraction_bits * work.power_of_two(largest.clamp(min=-126))
+    dtype = terms.largest.dtype
+    # 2**exponent of the accumulator; a subnormal one has exponent -126.
+    power = (c.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=2.0**-126)
+    if dtype == torch.float64:  # otherwise products outweigh a zero, or all terms are zero
+        power = torch.where(c == 0, 2.0**row.zero_exponent, power.double())
+    unit = torch.maximum(terms.largest[step], power) * 2.0**-row.fraction_bits
+    total = terms.total(step, unit) + torch.div(c.to(dtype), unit, rounding_mode="trunc")
+    if dtype == torch.float32:
+        result = _keep_fraction_bits(total, torch.int32, 23 - row.output_fraction_bits) * unit
     else:
-        exact = total * work.power_of_two(largest - row.fraction_bits)
+        exact = _keep_fraction_bits(total, torch.int64, 52 - row.output_fraction_bits) * unit
         result = exact.float()
         beyond = (
             result.abs() > exact.abs()
@@ -106,4 +101,9 @@ def _step(row: MmaFamily, work: Float, terms: Terms, step: int, c: Tensor) -> Te
     if terms.specials is None:
         return torch.where(c.isfinite(), result, c)
     special = terms.specials(step) + torch.where(c.isfinite(), 0.0, c)
-    return torch.where(special == 0, result, special.float()) + 0.0
+    return torch.where(special == 0, result, special.float())
+
+
+def _keep_fraction_bits(values: Tensor, integer: torch.dtype, dropped: int) -> Tensor:
+    """Truncation toward zero of normal floats, by clearing the lowest ``dropped`` fraction bits."""
+    return (values.view(integer) & (-1 << dropped)).view(values.dtype)

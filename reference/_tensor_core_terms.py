@@ -5,72 +5,67 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from reference._tensor_core_families import MmaFamily
-from reference._tensor_core_operands import OPERAND_FORMATS, Coded, CodedScales, decode_table, lookup
+from reference._tensor_core_operands import (
+    OPERAND_FORMATS,
+    Coded,
+    CodedScales,
+    decode_table,
+    lookup,
+    power_of_two,
+)
 
-_NO_EXPONENT = -(1 << 14)  # the largest exponent of products that are all zero
 
-
-@dataclass(frozen=True)
-class Float:
-    """A float type seen as bits."""
+class _Float(NamedTuple):
+    """The layout of a float type."""
 
     dtype: torch.dtype
     integer: torch.dtype
     fraction_bits: int
     bias: int
 
-    def power_of_two(self, exponents: Tensor) -> Tensor:
-        """2**exponents, exponents of dtype ``integer``; 0 below and the largest power above the normal
-        range."""
-        return ((exponents + self.bias).clamp(0, 2 * self.bias) << self.fraction_bits).view(self.dtype)
 
-    def exponent_field(self, values: Tensor) -> Tensor:
-        """The exponent field, sign ignored."""
-        return values.view(self.integer) >> self.fraction_bits & (2 * self.bias + 1)
-
-
-F32 = Float(torch.float32, torch.int32, 23, 127)
-F64 = Float(torch.float64, torch.int64, 52, 1023)
+_PROBES = (_Float(torch.float32, torch.int32, 23, 127), _Float(torch.float64, torch.int64, 52, 1023))
+_ABSENT = -(1 << 14)  # stands for the exponent of a zero in sums of two exponents
 
 
 @dataclass(frozen=True)
 class Terms:
-    """largest [steps, batch, m, n]: the largest exponent of each step's products. total(step, largest): the
-    sum of the aligned terms [batch, m, n], in units of 2**(largest - fraction_bits). specials(step): NaN and
-    Inf of the step, 0 elsewhere, float64; None if the operands have none."""
+    """largest [steps, batch, m, n]: 2**E, E the largest exponent of each step's products (0 if all are zero).
+
+    total(step, unit): the sum [batch, m, n] of the step's terms, each truncated to multiples of ``unit``, in
+    units. specials(step): NaN and Inf of the step, 0 elsewhere, float64; None if the operands have none.
+    """
 
     largest: Tensor
     total: Callable[[int, Tensor], Tensor]
     specials: Callable[[int], Tensor] | None
 
 
-def product_terms(row: MmaFamily, work: Float, a: Coded, b: Coded, scales: CodedScales | None) -> Terms:
-    """Families that align every product. Codes [batch, m, K] and [batch, n, K], scales with K /
-    scale_group."""
+def product_terms(
+    row: MmaFamily, dtype: torch.dtype, a: Coded, b: Coded, scales: CodedScales | None
+) -> Terms:
+    """Families that align every product. Codes [batch, m, K], [batch, n, K]; scales with K / scale_group."""
     left, right = (_Operand(codes, name, row.k_step) for codes, name in (a, b))
-    largest = _largest_exponent(row, left, right).to(work.integer)
-    scale = None
+    largest = _largest_power(row, dtype, left, right)
+    inverse_scale = None
     if scales is not None:
-        scale_exponents = decode_table(scales[2], scales[0].device).exponents.to(work.integer)
-        a_scale, b_scale = (lookup(scale_exponents, codes).permute(2, 0, 1) for codes in scales[:2])
+        exponents = decode_table(scales[2], scales[0].device).exponents
+        a_scale, b_scale = (lookup(exponents, codes).permute(2, 0, 1) for codes in scales[:2])
         scale = a_scale[..., :, None] + b_scale[..., None, :]
-        largest = torch.where(largest == _NO_EXPONENT, largest, largest + scale)
-    a_values, b_values = left.values(work.dtype)[..., :, None], right.values(work.dtype)[..., None, :]
+        largest, inverse_scale = largest * power_of_two(scale), power_of_two(-scale)
+    a_values, b_values = left.values(dtype)[..., :, None], right.values(dtype)[..., None, :]
     steps, batch, k_step, m, n = *a_values.shape[:4], b_values.shape[-1]
-    products = torch.empty((batch, k_step, m, n), dtype=work.dtype, device=a_values.device)
+    products = torch.empty((batch, k_step, m, n), dtype=dtype, device=a_values.device)
 
-    def total(step: int, top: Tensor) -> Tensor:
-        # Dividing by the unit truncates toward zero in the same pass. A unit that leaves the type's range
-        # belongs to a step whose products are all zero (below) or all truncated to zero (above).
-        unit = top - row.fraction_bits
-        if scale is not None:
-            unit = unit - scale[step]
-        unit = work.power_of_two(unit.clamp(1 - work.bias, work.bias))
+    def total(step: int, unit: Tensor) -> Tensor:
+        if inverse_scale is not None:
+            unit = unit * inverse_scale[step]
         torch.mul(a_values[step], b_values[step], out=products)
         return torch.div(products, unit[:, None], rounding_mode="trunc", out=products).sum(1)
 
@@ -78,38 +73,28 @@ def product_terms(row: MmaFamily, work: Float, a: Coded, b: Coded, scales: Coded
 
 
 def group_terms(row: MmaFamily, a: Coded, b: Coded, scales: CodedScales) -> Terms:
-    """Families that add groups of products exactly and align the scaled groups. Arguments as
-    product_terms."""
+    """Families that add groups of products exactly and align the scaled groups; as product_terms."""
     assert row.scale_group is not None
     left, right = (_Operand(codes, name, row.exact_group) for codes, name in (a, b))
-    scale_table = decode_table(scales[2], scales[0].device)
-    # The significand as a value in [1, 2), below 1 for a subnormal scale.
-    significands = scale_table.significands.double() * 2.0 ** -OPERAND_FORMATS[scales[2]].fraction_bits
-    each_group = [
-        codes.repeat_interleave(row.scale_group // row.exact_group, -1).permute(2, 0, 1)
-        for codes in scales[:2]
-    ]
+    repeats = row.scale_group // row.exact_group
+    a_scale, b_scale = (codes.repeat_interleave(repeats, -1).permute(2, 0, 1) for codes in scales[:2])
+    table = decode_table(scales[2], scales[0].device)
 
-    def outer(table: Tensor) -> tuple[Tensor, Tensor]:
-        return lookup(table, each_group[0])[..., :, None], lookup(table, each_group[1])[..., None, :]
+    def outer(entries: Tensor) -> Tensor:
+        return lookup(entries, a_scale)[..., :, None] * lookup(entries, b_scale)[..., None, :]
 
-    a_significand, b_significand = outer(significands)
-    scale = a_significand * b_significand
-    a_exponent, b_exponent = outer(scale_table.exponents)
     a_values, b_values = left.values(torch.float32).transpose(-1, -2), right.values(torch.float32)
-    is_zero = ((a_values.abs() @ b_values.abs()) == 0) | (scale == 0)
-    exponent = torch.where(is_zero, _NO_EXPONENT, a_exponent + b_exponent)
-    sums = (a_values @ b_values) * scale
-    groups = row.k_step // row.exact_group  # a step
-    steps = sums.shape[0] // groups
-    sums, exponent = (t.reshape(steps, groups, *t.shape[1:]) for t in (sums, exponent))
+    values, powers = outer(table.values), outer(power_of_two(table.exponents))
+    is_zero = ((a_values.abs() @ b_values.abs()) == 0) | (values == 0)
+    values = (a_values @ b_values) * values
+    steps = values.shape[0] * row.exact_group // row.k_step
+    values, powers = (t.reshape(steps, -1, *t.shape[1:]) for t in (values, torch.where(is_zero, 0.0, powers)))
 
-    def total(step: int, top: Tensor) -> Tensor:
-        shift = (row.fraction_bits + exponent[step] - top[None]).clamp(min=1 - F64.bias)
-        return (sums[step] * F64.power_of_two(shift)).trunc_().sum(0)
+    def total(step: int, unit: Tensor) -> Tensor:
+        return torch.div(values[step], unit[None], rounding_mode="trunc").sum(0)
 
     left, right = (_Operand(codes, name, row.k_step) for codes, name in (a, b))
-    return Terms(exponent.amax(1), total, _specials(left, right, scales, steps))
+    return Terms(powers.amax(1), total, _specials(left, right, scales, steps))
 
 
 class _Operand:
@@ -143,10 +128,15 @@ class _Operand:
         low = int(lookup(torch.where(nonzero, self.table.exponents, high), self.codes).min())
         return min(low, high), high
 
-    def by_exponent(self, function: Callable[[Tensor], Tensor], zero: float) -> Tensor:
-        """``function(exponent)`` for non-zero values and ``zero`` for zeros."""
+    def powers(self, scale: int, offset: int, dtype: torch.dtype) -> Tensor:
+        """2**(scale * (exponent - offset)), 0 for zeros."""
+        power = power_of_two(scale * (self.table.exponents - offset)).to(dtype)
+        return lookup(torch.where(self.table.significands != 0, power, 0.0), self.codes)
+
+    def exponents(self, zero: int) -> Tensor:
+        """Exponents as int16, ``zero`` for zeros."""
         return lookup(
-            torch.where(self.table.significands != 0, function(self.table.exponents), zero), self.codes
+            torch.where(self.table.significands != 0, self.table.exponents, zero).short(), self.codes
         )
 
 
@@ -175,31 +165,22 @@ def _specials(
     return specials
 
 
-def _largest_exponent(row: MmaFamily, left: _Operand, right: _Operand) -> Tensor:
-    """The largest exponent among the non-zero products of each step, [steps, batch, m, n]."""
+def _largest_power(row: MmaFamily, dtype: torch.dtype, left: _Operand, right: _Operand) -> Tensor:
+    """2**E [steps, batch, m, n], E the largest exponent of a step's non-zero products; 0 without any."""
     ranges = [side.exponent_range() for side in (left, right)]
     middles = [(low + high) // 2 for low, high in ranges]
     span = sum(high - low + 2 for low, high in ranges)  # the middles may be off by half
     gap = row.k_step.bit_length()  # 2**gap > k_step
-    for probe in (F32, F64):
-        if gap * (span // 2 + 1) + gap < probe.bias - 1:
-            break
-    else:
-        return _largest_exponent_by_product(left, right)
-
-    def powers(side: _Operand, middle: int) -> Tensor:
-        return side.by_exponent(lambda e: probe.power_of_two((e - middle).to(probe.integer) * gap), 0.0)
-
-    sums = powers(left, middles[0]).transpose(-1, -2) @ powers(right, middles[1])
-    field = sums.view(probe.integer) >> probe.fraction_bits
-    wraps = probe.bias // gap + 1
-    # floor(x / gap) by a multiplication, exact for the small x of an exponent field.
-    exponent = (field + (gap * wraps - probe.bias)) * ((1 << 16) // gap + 1) >> 16
-    return torch.where(field == 0, _NO_EXPONENT, exponent + (sum(middles) - wraps))
-
-
-def _largest_exponent_by_product(left: _Operand, right: _Operand) -> Tensor:
-    a, b = (side.by_exponent(Tensor.short, _NO_EXPONENT // 2)[..., None] for side in (left, right))
-    steps = [(i + j.transpose(-1, -2)).amax(1) for i, j in zip(a, b, strict=True)]
-    largest = torch.stack(steps)
-    return torch.where(largest < _NO_EXPONENT // 4, _NO_EXPONENT, largest)
+    probe = next((p for p in _PROBES if gap * (span // 2 + 1) + gap < p.bias - 1), None)
+    if probe is None:
+        a, b = (side.exponents(_ABSENT // 2)[..., None] for side in (left, right))
+        largest = torch.stack([(i + j.transpose(-1, -2)).amax(1) for i, j in zip(a, b, strict=True)])
+        return torch.where(largest < _ABSENT // 4, 0.0, power_of_two(largest.clamp(min=-1022))).to(dtype)
+    a, b = (
+        side.powers(gap, middle, probe.dtype) for side, middle in zip((left, right), middles, strict=True)
+    )
+    fields = (a.transpose(-1, -2) @ b).view(probe.integer) >> probe.fraction_bits
+    every_field = torch.arange(2 * probe.bias + 2, device=fields.device)
+    exponents = torch.div(every_field - probe.bias, gap, rounding_mode="floor") + sum(middles)
+    powers = torch.where(every_field == 0, 0.0, power_of_two(exponents.clamp(-1022, 1023)))
+    return lookup(powers.to(dtype), fields)
