@@ -25,16 +25,18 @@ from launches import RankCase, rank_cases  # noqa: E402
 
 from megamoe import bundle  # noqa: E402
 from megamoe.suite.compare import Observed  # noqa: E402
+from megamoe.suite.drivers.deep_gemm_sm90 import Launch  # noqa: E402
 from megamoe.suite.drivers.mega_moe import FAMILY, join_ranks, split_ranks  # noqa: E402
 from megamoe.suite.drivers.mega_moe_inputs import draw_launch  # noqa: E402
 from megamoe.suite.drivers.mega_moe_stages import compare_stages  # noqa: E402
+from megamoe.suite.drivers.sm90_ranks import RankedLaunch, RanksFailedError, launch_ranks  # noqa: E402
 from megamoe.suite.operation import Case, stable_seed  # noqa: E402
 from megamoe.suite.replay import record_case  # noqa: E402
 from megamoe.suite.table import table  # noqa: E402
 from reference.mega_moe import Activation, forward  # noqa: E402
 from reference.mega_moe.dispatch import build_pool  # noqa: E402
 
-STAGE_NAMES = ("x", "x_sf", "topk_idx", "topk_weights", "l1_w", "l1_w_sf", "l2_w", "l2_w_sf")
+NAMES = ("x", "x_sf", "topk_idx", "topk_weights", "l1_w", "l1_w_sf", "l2_w", "l2_w_sf")
 POISON = 0xA5
 
 
@@ -53,22 +55,10 @@ def main() -> int:
     parser.add_argument("--only", help="substring of the launches' names")
     parser.add_argument("--functions", choices=("model", "hardware", "both"), default="both")
     arguments = parser.parse_args()
-    from megamoe.suite.drivers.sm90_ranks import RankedLaunch, RanksFailedError, launch_ranks
-
     cases = [
         each for each in rank_cases(arguments.ranks) if arguments.only is None or arguments.only in each.name
     ]
-    drawn = [draw_launch(each.params, stable_seed(each.name) % (1 << 31)) for each in cases]
-    launches = [
-        RankedLaunch(
-            tuple(tensors[name] for name in STAGE_NAMES),
-            each.params["tokens"],
-            each.params["clamp"],
-            each.params["fast_math"],
-            each.poison,
-        )
-        for each, tensors in zip(cases, drawn, strict=True)
-    ]
+    launches = [ranked_launch(each) for each in cases]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="megamoe-jit-") as folder:
         failed = False
@@ -78,13 +68,13 @@ def main() -> int:
             launched, failed = error.finished, True
             print(f"FAILED in {cases[len(launched)].name}: {error}", flush=True)
     done = len(launched)
-    cases, drawn, launches = cases[:done], drawn[:done], launches[:done]
+    cases, launches = cases[:done], launches[:done]
     print(
         f"{len(cases)} launches on {arguments.ranks} ranks in {time.perf_counter() - started:.0f} s",
         flush=True,
     )
     if arguments.record is not None:
-        record(arguments.record, cases, drawn, launches, launched)
+        record(arguments.record, cases, launches, launched, torch.cuda.get_device_name())
     for way in ("model", "hardware") if arguments.functions == "both" else (arguments.functions,):
         if way == "hardware":
             hardware_functions()
@@ -92,60 +82,82 @@ def main() -> int:
     return int(failed)
 
 
-def compare(way: str, cases: list[RankCase], launches: list, launched: list) -> bool:  # type: ignore[type-arg]
+def ranked_launch(case: RankCase) -> RankedLaunch:
+    """The launch of a case, its tensors drawn from the case's name."""
+    tensors = draw_launch(case.params, stable_seed(case.name) % (1 << 31))
+    return RankedLaunch(
+        tuple(tensors[name] for name in NAMES),
+        case.params["tokens"],
+        case.params["clamp"],
+        case.params["fast_math"],
+        case.poison,
+    )
+
+
+def compare(
+    way: str, cases: list[RankCase], launches: list[RankedLaunch], launched: list[list[Launch]]
+) -> bool:
     """Prints a line a launch and a table a stage; True if anything differs."""
     totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     failed = False
     for case, launch, ranks in zip(cases, launches, launched, strict=True):
-        tensors = [tensor.cuda() for tensor in launch.tensors]
-        inputs, weights, configs = split_ranks(tensors, launch.tokens)
-        problems = []
-        for rank, (config, actual) in enumerate(zip(configs, ranks, strict=True)):
-            found = actual.config
-            if found is None or (found.tile, found.accumulation) != (config.tile, config.accumulation):
-                problems.append(f"rank {rank}: configuration {found}, expected {config}")
         try:
-            activation = Activation(clamp=launch.clamp, fast_math=launch.fast_math)
-            expected = forward(FAMILY, inputs, weights, configs, activation)
-            for rank, (mine, actual) in enumerate(zip(expected, ranks, strict=True)):
-                stages = {name: stage.cuda() for name, stage in actual.stages.items()}
-                poison = POISON if launch.poison else None
-                for each in compare_stages(
-                    FAMILY, mine, stages, actual.y.cuda(), actual.stats.cuda(), poison=poison
-                ):
-                    total = totals[each.stage]
-                    total[0] += each.bytes_compared
-                    total[1] += each.bytes_differing
-                    if each.bytes_differing:
-                        count = f"{each.bytes_differing} of {each.bytes_compared}"
-                        problems.append(f"rank {rank}: {each.stage} {count} ({each.examples[:250]})")
+            problems, found = compare_launch(case, launch, ranks)
         except Exception:
-            problems.append(traceback.format_exc()[-1200:])
+            problems, found = [traceback.format_exc()[-1200:]], {}
         failed |= bool(problems)
-        modes = "/".join(config.accumulation for config in configs)
-        print(
-            f"{way:9} {case.name:30} tokens {launch.tokens} {modes}: {'; '.join(problems) or '0 differ'}",
-            flush=True,
-        )
+        for stage, (compared, differing) in found.items():
+            totals[stage][0] += compared
+            totals[stage][1] += differing
+        modes = "/".join("none" if each.config is None else each.config.accumulation for each in ranks)
+        verdict = "; ".join(problems) or "0 differ"
+        print(f"{way:9} {case.name:30} tokens {launch.tokens} {modes}: {verdict}", flush=True)
     for stage, (compared, differing) in totals.items():
         print(f"{way:9} {stage:22} bytes {compared:12}  differing {differing}")
     return failed
 
 
-def record(path: Path, cases: list[RankCase], drawn: list, launches: list, launched: list) -> None:  # type: ignore[type-arg]
-    """The library's outputs in the row's form, one case a launch. Weights make most of a file: they are
-    stored with it."""
+def compare_launch(
+    case: RankCase, launch: RankedLaunch, ranks: list[Launch]
+) -> tuple[list[str], dict[str, list[int]]]:
+    """What differs on any rank, in words, and [bytes compared, bytes differing] a stage."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    inputs, weights, configs = split_ranks([tensor.to(device) for tensor in launch.tensors], launch.tokens)
+    problems = []
+    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    activation = Activation(clamp=launch.clamp, fast_math=launch.fast_math)
+    expected = forward(FAMILY, inputs, weights, configs, activation)
+    for rank, (mine, actual, config) in enumerate(zip(expected, ranks, configs, strict=True)):
+        found = actual.config
+        if found is None or (found.tile, found.accumulation) != (config.tile, config.accumulation):
+            problems.append(f"rank {rank}: configuration {found}, expected {config}")
+        stages = {name: stage.to(device) for name, stage in actual.stages.items()}
+        y, stats = actual.y.to(device), actual.stats.to(device)
+        poison = POISON if case.poison else None
+        for each in compare_stages(FAMILY, mine, stages, y, stats, poison=poison):
+            totals[each.stage][0] += each.bytes_compared
+            totals[each.stage][1] += each.bytes_differing
+            if each.bytes_differing:
+                count = f"{each.bytes_differing} of {each.bytes_compared}"
+                problems.append(f"rank {rank}: {each.stage} {count} ({each.examples[:250]})")
+    return problems, totals
+
+
+def record(
+    path: Path, cases: list[RankCase], launches: list[RankedLaunch], launched: list[list[Launch]], device: str
+) -> None:
+    """The library's outputs in the row's form, one case a launch; inputs are stored with them, so weights
+    are most of it."""
     operation = table()["fp8_mega_moe"]
     kept = []
-    for case, tensors, launch, ranks in zip(cases, drawn, launches, launched, strict=True):
+    for case, launch, ranks in zip(cases, launches, launched, strict=True):
         if not case.record:
             continue
-        ids = torch.split(tensors["topk_idx"], list(launch.tokens))
+        ids = torch.split(launch.tensors[2], list(launch.tokens))
         _, _, configs = split_ranks(launch.tensors, launch.tokens)
-        experts = case.params["experts"]
         rows = [
             (
-                build_pool(ids, rank, experts, configs[rank].tile),
+                build_pool(ids, rank, case.params["experts"], configs[rank].tile),
                 ids[rank] >= 0,
                 each.stages,
                 each.y,
@@ -155,9 +167,10 @@ def record(path: Path, cases: list[RankCase], drawn: list, launches: list, launc
         ]
         outputs = {name: Observed(stage) for name, stage in join_ranks(rows).items()}
         params = case.params | {"values": "recorded"}
-        one = record_case(Case(operation, params), outputs, tensors)
+        inputs = dict(zip(NAMES, launch.tensors, strict=True))
+        one = record_case(Case(operation, params), outputs, inputs)
         kept.append(replace(one, case=f"sm90_ranks{len(ranks)}_{case.name}"))
-    bundle.write_bundle(path, kept, producer="sgl-deep-gemm 0.1.5", device=torch.cuda.get_device_name())
+    bundle.write_bundle(path, kept, producer="sgl-deep-gemm 0.1.5", device=device)
     print(f"recorded {len(kept)} launches, {path.stat().st_size} bytes", flush=True)
 
 

@@ -113,14 +113,9 @@ ROWS = (
             Sweep("smoke", {"tokens": ((5,), (37,)), "fast_math": (False, True)}),
             Sweep("default", {"tokens": ((1,), (130,)), "clamp": (None, 10.0), "masked": (0.0, 0.3)}),
             Sweep("default", {"values": ("exact", "specials"), "tokens": ((16,), (130,))}),
-            Sweep(
-                "default",
-                {
-                    "tokens": ((6, 3), (0, 5), (140, 4)),
-                    "routing": ("uniform", "one_rank", "replicas"),
-                    "masked": (0.2,),
-                },
-            ),
+            Sweep("default", {"tokens": ((6, 3), (0, 5), (140, 4)), "masked": (0.2,)}),
+            Sweep("default", {"tokens": ((6, 3),), "routing": ("one_rank", "one_expert", "replicas")}),
+            Sweep("full", {"tokens": ((5, 0, 7), (300, 90)), "experts": (6,), "masked": (0.2,)}),
             Sweep(
                 "full",
                 {"tokens": ((300,),), "experts": (16,), "topk": (8,), "hidden": (1024,), "clamp": (10.0,)},
