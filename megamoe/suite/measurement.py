@@ -1,0 +1,177 @@
+"""What `megamoe bench` measures: a case, the implementations side by side.
+
+None of them is timed unless it compares equal on that very shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megamoe.suite import timing
+from megamoe.suite.buffers import allocate
+from megamoe.suite.compare import Observed
+from megamoe.suite.operation import Call, Case, Implementation, Operation, Params, load
+from megamoe.suite.runner import copy_arguments, describe_error, execute, run_case
+
+Status = Literal["timed", "differs", "skipped", "failed"]
+
+# A row's generator makes at most this many tokens; a longer case draws its rows from them, in random order.
+# Prime, and no size that another axis has: a first axis of this length is the axis of tokens.
+GENERATED_TOKENS = 2039
+# What is measured unless the command line says otherwise, where a row has the parameter.
+DEFAULTS: Params = {"values": "random", "topk": 8, "experts": 256, "ids": "i32"}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One implementation on one case.
+
+    bytes_moved: every input once and every output once. copy_us: what a device copy of as many bytes took in
+    the same run. us: median; low_us and high_us: quartiles. detail: why it was not timed.
+    """
+
+    op: str
+    case: str
+    params: Params
+    implementation: str
+    device: str
+    status: Status
+    detail: str = ""
+    bytes_compared: int = 0
+    bytes_moved: int = 0
+    copy_us: float | None = None
+    us: float | None = None
+    low_us: float | None = None
+    high_us: float | None = None
+    method: str = ""
+
+    @property
+    def share_of_copy(self) -> float | None:
+        """Of the copy limit: 1.0 is as fast as copying."""
+        return None if self.us is None or self.copy_us is None else self.copy_us / self.us
+
+
+def cases_of(operation: Operation, recipes: Sequence[str], axes: Mapping[str, Sequence[Any]]) -> list[Case]:
+    """The product of the axes that the row has, over the row's parameters and DEFAULTS."""
+    params = operation.defaults | {k: v for k, v in DEFAULTS.items() if k in operation.defaults}
+    found: list[Params] = [params]
+    own = {name: values for name, values in axes.items() if name in operation.defaults}
+    for name, values in (({"recipe": recipes} if recipes else {}) | own).items():
+        found = [one | {name: value} for one in found for value in values]
+    return [Case(operation, one) for one in found]
+
+
+def measure_case(
+    case: Case, implementations: Sequence[Implementation], device: str, rounds: int | None = None
+) -> list[Measurement]:
+    """Compare each implementation with the reference on this very shape, then time those that agree.
+
+    The reference runs on ``device`` (its bytes do not depend on it). Whatever an implementation raises is its
+    result.
+    """
+    blank = Measurement(case.operation.name, case.id, case.params, "", device, "failed")
+    try:
+        call = case.operation.call(case.params, draw_inputs(case))
+        expected = execute(call, load(case.operation.reference), case.seed, device)
+    except Exception as error:  # a case that cannot be made is the result of everything measured on it
+        reason = f"reference: {describe_error(error)}"
+        return [dataclasses.replace(blank, implementation=i.name, detail=reason) for i in implementations]
+    moved = moved_bytes(case.operation, call, expected)
+    found = {}
+    for implementation in implementations:
+        result = run_case(case, implementation, device, expected, call).without_tensors()
+        status: Status = "timed" if result.status == "passed" else "differs" if result.outputs else "failed"
+        found[implementation.name] = dataclasses.replace(
+            blank,
+            implementation=implementation.name,
+            status="skipped" if result.skip else status,
+            detail=str(result.skip) if result.skip else "; ".join(result.problems()),
+            bytes_compared=result.bytes_compared,
+            bytes_moved=moved,
+        )
+    del expected
+    green = [i for i in implementations if found[i.name].status == "timed"]
+    for name, timed in _time(call, green, device, moved, rounds).items():
+        found[name] = dataclasses.replace(found[name], **timed)
+    return list(found.values())
+
+
+def _time(
+    call: Call, implementations: Sequence[Implementation], device: str, moved: int, rounds: int | None
+) -> dict[str, dict[str, Any]]:
+    if not implementations:
+        return {}
+    sets = timing.rotation_count(moved, device)
+    keywords = _rotation(call, device, sets)
+    candidates: dict[str, Sequence[timing.Call]] = {"": timing.copy_calls(moved, sets, device)}
+    for implementation in implementations:
+        function = load(implementation.target)
+        candidates[implementation.name] = [partial(function, **one) for one in keywords]
+    timings = timing.measure(candidates, device, rounds)
+    copy_us = timings.pop("").median_us
+    return {
+        name: {
+            "copy_us": copy_us,
+            "us": one.median_us,
+            "low_us": one.low_us,
+            "high_us": one.high_us,
+            "method": one.method,
+        }
+        for name, one in timings.items()
+    }
+
+
+def draw_inputs(case: Case) -> dict[str, Tensor]:
+    """The case's inputs; beyond GENERATED_TOKENS tokens, rows drawn from that many."""
+    tokens = case.params["tokens"]
+    if tokens <= GENERATED_TOKENS:
+        return case.inputs()
+    rng = np.random.default_rng(case.seed)
+    made = case.operation.inputs(case.params | {"tokens": GENERATED_TOKENS}, rng)
+    rows = torch.from_numpy(rng.integers(0, GENERATED_TOKENS, tokens))
+    rows[:GENERATED_TOKENS] = torch.arange(GENERATED_TOKENS)
+    return {name: one[rows] if one.shape[:1] == (GENERATED_TOKENS,) else one for name, one in made.items()}
+
+
+def moved_bytes(operation: Operation, call: Call, expected: Mapping[str, Observed]) -> int:
+    """Bytes that must move: each tensor that is read once, each output once (one that is added to: twice)."""
+    total = sum(one.nbytes for one in call.arguments.values() if isinstance(one, Tensor))
+    for name, observed in expected.items():
+        size = observed.tensor.nbytes
+        if (
+            operation.outputs[name].layout == "shared_scale_pages"
+        ):  # of a page, only the rows of tokens are written
+            rows = call.arguments["hidden_states"].shape[0]
+            size = rows * observed.tensor.shape[1] * observed.tensor.element_size()
+        spec = call.buffers.get(name)
+        total += size * (2 if spec is not None and spec.initial is not None else 1)
+    return total
+
+
+def _rotation(call: Call, device: str, sets: int) -> list[dict[str, Any]]:
+    """Keyword arguments of equal calls on ``device``, each with memory of its own."""
+    arguments = copy_arguments(call.arguments, device)
+    views = {name: allocate(spec, 0, device).view for name, spec in call.buffers.items()}
+    found = []
+    for _ in range(sets):
+        own_arguments, own_views = _clone(arguments), _clone(views)
+        found.append(call.bind(own_arguments, own_views) if call.bind else {**own_arguments, **own_views})
+    return found
+
+
+def _clone(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _clone_tensor(one) if isinstance(one, Tensor) else one for name, one in values.items()}
+
+
+def _clone_tensor(tensor: Tensor) -> Tensor:
+    memory = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    typed = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return typed.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
