@@ -114,7 +114,8 @@ ROWS = (
             Sweep("default", {"tokens": ((1,), (130,)), "clamp": (None, 10.0), "masked": (0.0, 0.3)}),
             Sweep("default", {"values": ("exact", "specials"), "tokens": ((16,), (130,))}),
             Sweep("default", {"tokens": ((6, 3), (0, 5), (140, 4)), "masked": (0.2,)}),
-            Sweep("default", {"tokens": ((6, 3),), "routing": ("one_rank", "one_expert", "replicas")}),
+            Sweep("default", {"tokens": ((6, 3),), "routing": ("replicas",)}),
+            Sweep("full", {"tokens": ((6, 3),), "routing": ("one_rank", "one_expert")}),
             Sweep("full", {"tokens": ((5, 0, 7), (300, 90)), "experts": (6,), "masked": (0.2,)}),
             Sweep(
                 "full",
