@@ -15,10 +15,10 @@ class MmaFamily:
     k_step: products per fused step. fraction_bits: bits kept below the largest exponent when terms are
     aligned. output_fraction_bits: fraction bits of the result (23 = float32). scale_format, scale_group:
     block scales and how many k share one, None without. exact_group: products summed exactly before alignment
-    (1: none). zero_exponent: exponent of a term that is zero (measured: sums of products below 2^-158
-    vanish). nan_bits: the float32 pattern of every NaN result. evidence: "hardware" if every rule was checked
-    on the instruction itself, bit for bit, over more than 10^8 results; "literature" if the row only follows
-    the papers.
+    (1: none). zero_exponent: exponent of a term that is zero (measured on hopper_bf16: beside a zero
+    accumulator, product bits below 2^(-133 - 25) vanish; fp8 operands never get there). nan_bits: the float32
+    pattern of every NaN result. evidence: "hardware" if the row was compared with the instruction itself, bit
+    for bit, over more than 10^8 results; "literature" if it follows the papers alone.
     """
 
     name: str
@@ -42,12 +42,12 @@ _TCGEN05 = "tcgen05.mma kind::"
 FAMILIES: dict[str, MmaFamily] = {
     row.name: row
     for row in (
-        #          name                  instruction              operands       k   F  out
+        # name, instruction, operands, k a step, F, output fraction bits
         MmaFamily("hopper_fp8", "wgmma .f32.e4m3, .e5m2", _HOPPER_FP8, 32, 13, 13, evidence="hardware"),
         MmaFamily("hopper_bf16", "wgmma .f32.bf16, .f16", _SIXTEEN_BITS, 16, 25, 23, evidence="hardware"),
         MmaFamily("blackwell_f8f6f4", _TCGEN05 + "f8f6f4", _F8F6F4, 32, 25, 23),
         MmaFamily("blackwell_bf16", _TCGEN05 + "f16", _SIXTEEN_BITS, 16, 25, 23),
-        #          ... scale formats, k a scale, products added exactly
+        # and for block scales: their formats, k a scale, products added exactly
         MmaFamily("blackwell_mxf8f6f4", _TCGEN05 + "mxf8f6f4", _F8F6F4, 32, 25, 23, ("ue8m0",), 32),
         MmaFamily("blackwell_mxf4", _TCGEN05 + "mxf4", ("e2m1",), 64, 35, 23, ("ue8m0",), 32, 16),
         MmaFamily(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from fractions import Fraction
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import _float32, activation
+from reference import _float32, _mufu, activation
 from reference.activation import ACTIVATION_RECIPES, situ, swiglu
 
 F32 = np.float32
@@ -87,6 +88,53 @@ def test_round_to_bf16_for_all_upper_halves(generator: torch.Generator) -> None:
         with np.errstate(invalid="ignore"):
             expected = values.numpy().astype(ml_dtypes.bfloat16).astype(np.float32)
         np.testing.assert_array_equal(_float32.round_to_bf16(values).numpy(), expected)
+
+
+# --- The multifunction unit ---
+
+# sha256 of an H200's results for all 2^23 fractions (hardware/measure_functions.py), by exponent field.
+RECORDED_BINADES = {
+    ("rcp", 127): "c408381446132e07fa5581e930dc33fb790bea7ec4276ef3621e322df2492a55",
+    ("rsqrt", 127): "c733e1437c713cd7e87f4c7e52e9aab270b2107f274cda35309dc8586ad6ec22",
+    ("rsqrt", 128): "fd7b866f4085a9e88ef6abdd9ba2726eb26708fb17d173619dac4405acb06bc0",
+    ("ex2", 127): "cce5df10202dbfcde720ca547d147edb3e2a406a5fed189323f419177a72a1a5",
+}
+
+
+def sha256(values: Tensor) -> str:
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize(("name", "field"), sorted(RECORDED_BINADES))
+def test_every_fraction_as_recorded(name: str, field: int) -> None:
+    values = (torch.arange(1 << 23, dtype=torch.int32) + (field << 23)).view(torch.float32)
+    assert sha256(getattr(_mufu, name)(values)) == RECORDED_BINADES[name, field]
+
+
+def test_reciprocal_scales_with_the_exponent(generator: torch.Generator) -> None:
+    fraction = torch.randint(0, 1 << 23, (5000,), generator=generator)
+    one = _mufu.rcp((fraction | 127 << 23).to(torch.int32).view(torch.float32))
+    for field in (1, 2, 100, 200, 252, 253, 254):
+        result = _mufu.rcp((fraction | field << 23).to(torch.int32).view(torch.float32))
+        exact = one.double() * 2.0 ** (127 - field)
+        assert torch.equal(result.double(), torch.where(exact < 2.0**-126, 0.0, exact))
+
+
+def test_ex2_takes_the_complement_of_a_negative_fraction(generator: torch.Generator) -> None:
+    """2^-x is 2^(1-x) / 2 with one unit of the fixed-point fraction less; whole numbers are exact."""
+    fraction = torch.randint(1, 1 << 23, (5000,), generator=generator)
+    x = fraction.double() * 2.0**-23
+    below = _mufu.ex2(-x.float())
+    assert torch.equal(below * 2, _mufu.ex2((1 - x - 2.0**-23).float()))
+    whole = torch.arange(-126, 128)
+    assert torch.equal(_mufu.ex2(whole.float()).double(), 2.0 ** whole.double())
+    assert _mufu.ex2(torch.tensor([-126.5, -127.0, 128.0, 1e30, -1e30])).tolist() == [
+        0.0,
+        0.0,
+        math.inf,
+        math.inf,
+        0.0,
+    ]
 
 
 # --- Functions built on the approximate ones ---

@@ -7,6 +7,7 @@ import math
 import zlib
 from fractions import Fraction
 from itertools import product
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mma_inputs import CATEGORIES, draw, finite_codes
+from safetensors.torch import load_file
 from torch import Tensor
 
 from reference import _tensor_core_fast
@@ -398,6 +400,31 @@ def test_four_bit_groups_by_hand() -> None:
     assert matmul("blackwell_mxf4nvf4", a, b, **arguments).item() == 2.0**-20
     b[0, :16] = torch.tensor([7, 15] * 8)  # cancels exactly, yet its exponent takes part
     assert matmul("blackwell_mxf4nvf4", a, b, **arguments).item() == 0.0
+
+
+# --- Recorded ---
+
+RECORDED = load_file(Path(__file__).with_name("wgmma.safetensors"))
+
+
+@pytest.mark.parametrize("case", sorted({name.rsplit("/", 1)[0] for name in RECORDED}))
+def test_recorded_wgmma_results(case: str) -> None:
+    """Results of an H200 (hardware/check_tensor_core.py --record), K loops of several steps."""
+    family, a_format, b_format, _ = case.split("/")
+    a, b, c, out = (RECORDED[f"{case}/{part}"] for part in ("a", "b", "c", "out"))
+    expected = out.view(torch.int32)
+    accumulator = c.view(torch.float32)
+    assert expected.shape == (16, 8)
+    actual = matmul(family, a, b, a_format=a_format, b_format=b_format, accumulator=accumulator)
+    assert torch.equal(expected, bits(actual))
+    steps = chain(FAMILIES[family], a, b, accumulator, a_format=a_format, b_format=b_format)
+    assert torch.equal(expected, bits(steps))
+
+
+def test_recorded_results_cover_the_hardware_rows() -> None:
+    recorded = {(name.split("/")[0], name.split("/")[3]) for name in RECORDED}
+    hardware = [name for name, row in FAMILIES.items() if row.evidence == "hardware"]
+    assert recorded == set(product(hardware, CATEGORIES))
 
 
 # --- Arguments ---
