@@ -34,6 +34,11 @@ class MmaFamily:
     nan_bits: int = 0x7FFFFFFF
     evidence: Literal["hardware", "literature"] = "literature"
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.fraction_bits <= 38:
+            # Beyond, sums of terms leave the 53 bits within which both models are exact.
+            raise ValueError(f"fraction_bits: expected 1 to 38, got {self.fraction_bits}")
+
 
 _HOPPER_FP8 = ("e4m3", "e5m2")
 _SIXTEEN_BITS = ("bf16", "fp16")

@@ -83,7 +83,8 @@ def _step(row: MmaFamily, terms: Terms, step: int, c: Tensor) -> Tensor:
     dtype = terms.largest.dtype
     # 2**exponent of the accumulator; a subnormal one has exponent -126.
     power = (c.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=2.0**-126)
-    if dtype == torch.float64:  # otherwise products outweigh a zero, or all terms are zero
+    if dtype == torch.float64:
+        # In the other case every product outweighs a zero accumulator, so its exponent is never seen.
         power = torch.where(c == 0, 2.0**row.zero_exponent, power.double())
     unit = torch.maximum(terms.largest[step], power) * 2.0**-row.fraction_bits
     total = terms.total(step, unit) + torch.div(c.to(dtype), unit, rounding_mode="trunc")
@@ -92,12 +93,9 @@ def _step(row: MmaFamily, terms: Terms, step: int, c: Tensor) -> Tensor:
     else:
         exact = _keep_fraction_bits(total, torch.int64, 52 - row.output_fraction_bits) * unit
         result = exact.float()
-        beyond = (
-            result.abs() > exact.abs()
-        )  # a subnormal result is truncated too; beyond the largest it is Inf
-        result = torch.where(
-            beyond & result.isfinite(), (result.view(torch.int32) - 1).view(torch.float32), result
-        )
+        # float() rounds what does not fit: a subnormal result is truncated too, one beyond the range is Inf.
+        above = (result.abs() > exact.abs()) & result.isfinite()
+        result = torch.where(above, (result.view(torch.int32) - 1).view(torch.float32), result)
     if terms.specials is None:
         return torch.where(c.isfinite(), result, c)
     special = terms.specials(step) + torch.where(c.isfinite(), 0.0, c)

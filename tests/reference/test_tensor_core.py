@@ -482,6 +482,11 @@ _TYPED = torch.zeros(2, 32).to(torch.float8_e4m3fn)
         ),
         (
             ValueError,
+            "fraction_bits",
+            lambda: dataclasses.replace(FAMILIES["hopper_fp8"], fraction_bits=39),
+        ),
+        (
+            ValueError,
             "family",
             lambda: matmul(dataclasses.replace(FAMILIES["hopper_fp8"], zero_exponent=0), _TYPED, _TYPED),
         ),
