@@ -179,7 +179,8 @@ def write_bundle(
         entry: dict[str, Any] = {"case": case.case, "op": case.op, "params": case.params}
         entry["inputs"] = {}
         for name, tensor in case.inputs.items():
-            entry["inputs"][name] = _describe(case.input_dtypes.get(name), tensor, keep_stride=True)
+            strided = tensor.stride() != contiguous_stride(tuple(tensor.shape))
+            entry["inputs"][name] = _describe(case.input_dtypes.get(name), tensor, keep_stride=strided)
             tensors[f"{case.case}/in/{name}"] = as_bytes(tensor.detach().cpu()).contiguous().clone()
         entry["outputs"] = {}
         for name, output in case.outputs.items():
@@ -214,7 +215,7 @@ def _describe(name: str | None, tensor: Tensor, *, keep_stride: bool) -> dict[st
     if name not in _DTYPES:
         raise BundleError(f"a bundle cannot hold dtype {name}")
     described: dict[str, Any] = {"dtype": name, "shape": list(tensor.shape)}
-    if keep_stride and tensor.stride() != contiguous_stride(tuple(tensor.shape)):
+    if keep_stride:
         described["stride"] = list(tensor.stride())
     return described
 

@@ -45,11 +45,19 @@ def compare_bitwise(name: str, expected: Observed, actual: Observed, padding: st
         return OutputComparison(name, form, size, size)
     if expected.buffer is not None and actual.buffer is not None:
         return _compare_buffers(name, expected.buffer, actual.buffer, padding)
-    left, right = expected.tensor.cpu(), actual.tensor.cpu()
-    if padding != "undefined":
-        left, right = raw_memory(left), raw_memory(right)
-    differing, total = count_differing_bytes(left, right)
-    return OutputComparison(name, describe_difference(differing, total, left, right), total, differing)
+    return compare_memory(name, expected.tensor, actual.tensor.cpu(), padding != "undefined")
+
+
+def compare_memory(name: str, expected: Tensor, actual: Tensor, with_padding: bool) -> OutputComparison:
+    """Bytes of two CPU tensors of one dtype, shape and stride; with_padding: those between the elements too."""
+    differing, total = count_differing_bytes(expected, actual)
+    problem = describe_difference(differing, total, expected, actual)
+    if with_padding:
+        all_differing, total = count_differing_bytes(raw_memory(expected), raw_memory(actual))
+        if all_differing > differing:
+            between = f"{all_differing - differing} bytes between the elements differ"
+            problem, differing = "; ".join(filter(None, (problem, between))), all_differing
+    return OutputComparison(name, problem, total, differing)
 
 
 Contract = Callable[[str, Observed, Observed, str], OutputComparison]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megamoe import bundle
-from megamoe.suite.compare import Observed, OutputComparison, count_differing_bytes, describe_difference
+from megamoe.suite.compare import Observed, OutputComparison, compare_memory
 from megamoe.suite.operation import Case, Implementation, Operation, Params, load
 from megamoe.suite.runner import Result, describe_error, execute, why_not_provided, why_skipped
 from megamoe.suite.table import table
@@ -102,10 +102,7 @@ def _compare_one(name: str, recorded: bundle.RecordedOutput, seen: Observed) -> 
     for what, left, right in form:
         if left != right:
             return OutputComparison(name, f"{what}: expected {left}, got {right}", size, size)
-    if recorded.stride is not None and recorded.padding is None:
-        expected, actual = bundle.raw_memory(expected), bundle.raw_memory(actual)
-    differing, total = count_differing_bytes(expected, actual)
-    return OutputComparison(name, describe_difference(differing, total, expected, actual), total, differing)
+    return compare_memory(name, expected, actual, recorded.stride is not None and recorded.padding is None)
 
 
 def _comparable_dtypes(recorded: bundle.RecordedOutput, actual: Tensor) -> tuple[str, str]:

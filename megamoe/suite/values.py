@@ -219,9 +219,9 @@ def _distinct_scales(shape: tuple[int, int], target: Target) -> np.ndarray:
             found[np.arange(shape[0]), (np.arange(shape[0]) * 3) % found.shape[1]] = _E4M3_MAX
             return found * (2.0 ** ((np.arange(shape[0]) * 5) % 23 - 16.0) * (1 + np.arange(shape[0]) % 8 / 8))[:, None]
         return found
-    # 4096 distinct bfloat16 scales over 32 binades, never a power of two in the neighbourhood of another
+    # 4096 distinct bfloat16 maxima over 32 binades, far from their neighbours
     step = (index * 1237) % 4096
-    return 2.0 ** (step % 32 - 12.0) * (1 + (step // 32) / 128)
+    return 2.0 ** (step % 32 - 12.0) * (1 + (step // 32) / 128) / target.max_element
 
 
 def _exact_scales(shape: tuple[int, int], target: Target, rng: np.random.Generator) -> np.ndarray:
