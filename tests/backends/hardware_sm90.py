@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -91,16 +92,28 @@ def check_rows(tier: str) -> str:
 
 
 def check_experts() -> str:
-    """MegaMoEExperts on the device with the backend it selects, against the same module on the CPU,
-    emulated.
-    """
+    """MegaMoEExperts on the device with the backend it selects, against the same module on the CPU, emulated."""
+    differing = compared = 0
+    for fast_math in (False, True):
+        for tokens, wrong, outputs in compare_experts(fast_math):
+            print(
+                f"  fast_math {fast_math}, {tokens} tokens: {wrong} of {outputs} outputs differ", flush=True
+            )
+            differing += wrong
+            compared += outputs
+    assert not differing, f"{differing} of {compared} outputs differ"
+    return f"8 forwards, a migration between them: {compared} outputs, 0 differ"
+
+
+def compare_experts(fast_math: bool) -> Iterator[tuple[int, int, int]]:
+    """(tokens, differing outputs, outputs) of forwards with padding; experts migrate half way."""
     from checkpoints import fp8_block_layer
 
     from megamoe.backends import EmulatedMegaMoEBackend
     from megamoe.experts import MegaMoEActivation, MegaMoEExperts
     from megamoe.suite.drivers.deep_gemm_sm90 import single_rank_group
 
-    experts, hidden, inter, topk, compared = 8, 1024, 512, 4, 0
+    experts, hidden, inter, topk = 8, 1024, 512, 4
     layer = fp8_block_layer(experts, hidden, inter)
     sizes = {
         "num_experts": experts,
@@ -112,6 +125,7 @@ def check_experts() -> str:
         "num_max_tokens_per_rank": 256,
         "quant": "fp8_block",
         "activation": MegaMoEActivation(clamp=10.0),
+        "fast_math": fast_math,
     }
     real = MegaMoEExperts(**sizes, device="cuda", group=single_rank_group())
     emulated = MegaMoEExperts(**sizes, backend=EmulatedMegaMoEBackend("fp8xfp8"))
@@ -120,8 +134,8 @@ def check_experts() -> str:
         module.finalize_weights()
     generator = torch.Generator().manual_seed(0)
     for step, tokens in enumerate((1, 40, 200, 13)):
-        for module in (real, emulated):
-            if step == 2:
+        if step == 2:
+            for module in (real, emulated):
                 module.permute_experts([3, 1, 0, 2, 7, 6, 5, 4])
         states = torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16)
         ids = torch.rand(tokens, experts, generator=generator).topk(topk, dim=1).indices
@@ -130,10 +144,7 @@ def check_experts() -> str:
         given = (states, weights, ids, padding)
         actual = real(*(t.cuda() for t in given)).cpu()
         expected = emulated(*given)
-        differing = int((actual.view(torch.int16) != expected.view(torch.int16)).sum())
-        assert differing == 0, f"{tokens} tokens: {differing} of {actual.numel()} outputs differ"
-        compared += actual.numel()
-    return f"4 forwards, a migration between them: {compared} outputs, 0 differ"
+        yield tokens, int((actual.view(torch.int16) != expected.view(torch.int16)).sum()), actual.numel()
 
 
 # Sizes and whether the kernel runs with them; None: to be found out.
