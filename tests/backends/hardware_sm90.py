@@ -113,7 +113,7 @@ def compare_experts(fast_math: bool) -> Iterator[tuple[int, int, int]]:
     from megamoe.experts import MegaMoEActivation, MegaMoEExperts
     from megamoe.suite.drivers.deep_gemm_sm90 import single_rank_group
 
-    experts, hidden, inter, topk = 8, 1024, 512, 4
+    experts, hidden, inter, topk = 8, 512, 256, 4
     layer = fp8_block_layer(experts, hidden, inter)
     sizes = {
         "num_experts": experts,
@@ -169,7 +169,8 @@ def check_sizes(started: dict[tuple[int, int], subprocess.Popen[str]]) -> str:
             output = process.communicate()[0] + "\ntimed out"
         found[sizes] = output.strip().endswith("all zero")
         if not found[sizes]:
-            reason = next(
+            lines = output.splitlines()
+            reason = next((x for x in lines if "assert" in x.lower() or "Error" in x), output[-300:])
                 (x for x in output.splitlines() if "assert" in x.lower() or "Error" in x), output[-300:]
             )
             print(f"  {sizes}: {reason.strip()[:300]}", flush=True)
