@@ -92,7 +92,7 @@ def check_rows(tier: str) -> str:
 
 
 def check_experts() -> str:
-    """MegaMoEExperts on the device with the backend it selects, against the same module on the CPU, emulated."""
+    """MegaMoEExperts on the device with the backend it selects, against the same on the CPU, emulated."""
     differing = compared = 0
     for fast_math in (False, True):
         for tokens, wrong, outputs in compare_experts(fast_math):
@@ -171,8 +171,6 @@ def check_sizes(started: dict[tuple[int, int], subprocess.Popen[str]]) -> str:
         if not found[sizes]:
             lines = output.splitlines()
             reason = next((x for x in lines if "assert" in x.lower() or "Error" in x), output[-300:])
-                (x for x in output.splitlines() if "assert" in x.lower() or "Error" in x), output[-300:]
-            )
             print(f"  {sizes}: {reason.strip()[:300]}", flush=True)
         if SIZES[sizes] not in (None, found[sizes]):
             wrong.append(sizes)
