@@ -104,15 +104,11 @@ class Layout:
 
     @property
     def logical_dtype(self) -> torch.dtype:
-        """Dtype of the logical tensor: the storage's own, or uint8 where one storage element holds
-        several.
-        """
+        """Of the logical tensor: the storage's own, or uint8 where one storage element holds several."""
         return self.storage_dtype if self._parsed.elements_per_storage_element == 1 else torch.uint8
 
     def axis_positions(self, axis: str) -> Tensor:
-        """int64 [size of the axis]: its share of the position. The position of an element is the sum over
-        the axes.
-        """
+        """int64 [size of the axis]: its share of the position, which is the sum over the axes."""
         size = next(entry.size for entry in self.axes if entry.name == axis)
         index = torch.arange(size, dtype=torch.int64)
         position = torch.zeros_like(index)
@@ -122,9 +118,7 @@ class Layout:
         return position
 
     def _digit_value(self, digit: Digit, index: Tensor) -> Tensor:
-        """The digit's value at these axis indices: digit by digit down from the axis, as the splits are
-        nested.
-        """
+        """The digit's value at these axis indices: down from the axis, as the splits are nested."""
         if digit.parent in (digit.axis, digit.name):
             return index // digit.weight % digit.size
         parent = self._parsed.digit(digit.parent)
@@ -206,9 +200,7 @@ class Layout:
         return self._as_integers(raw).view(self.storage_dtype)
 
     def padding_mask(self, *, undefined_only: bool = False) -> Tensor:
-        """bool [storage_bytes]: the bytes that belong to no element; without those of known value if
-        undefined_only.
-        """
+        """bool [storage_bytes]: bytes that no element owns; undefined_only: without those of known value."""
         is_padding = torch.ones(self.elements, dtype=torch.bool)
         self._scatter(is_padding, torch.zeros((), dtype=torch.bool).expand(self.logical_shape))
         if undefined_only:
@@ -248,9 +240,7 @@ class Layout:
             raw.copy_((elements[0::2] & 15) | (elements[1::2] << 4))
 
     def _defined_padding(self) -> list[tuple[Tensor, int]]:
-        """(positions, value) of padding whose value is known: past the end of one axis, at live indices of
-        the others.
-        """
+        """(positions, value) of padding of known value: past the end of one axis, where the others are live."""
         found = []
         for axis, value in self._family.padding.items():
             past_the_end = torch.zeros(1, dtype=torch.int64)
@@ -361,9 +351,7 @@ class Layout:
         }
 
     def _memory(self) -> list[tuple[tuple[str, ...], int, int]]:
-        """(digits, stride, room) of every dimension, slowest first, the digits inside a storage element
-        last.
-        """
+        """(digits, stride, room) of every dimension, slowest first; last those inside a storage element."""
         memory = [(dim.digits, dim.stride, dim.room) for dim in self.dimensions]
         if self._parsed.inner:
             memory.append((self._parsed.inner, 1, self._parsed.elements_per_storage_element))
