@@ -240,7 +240,7 @@ class Layout:
             raw.copy_((elements[0::2] & 15) | (elements[1::2] << 4))
 
     def _defined_padding(self) -> list[tuple[Tensor, int]]:
-        """(positions, value) of padding of known value: past the end of one axis, where the others are live."""
+        """(positions, value) of padding of known value: past the end of one axis, where others are live."""
         found = []
         for axis, value in self._family.padding.items():
             past_the_end = torch.zeros(1, dtype=torch.int64)
