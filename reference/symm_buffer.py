@@ -2,8 +2,8 @@
 
 Three kinds share the order of their tensors but not of their bytes: ``main`` (fp8xfp4, fp8xfp8, bf16xbf16,
 fp4xfp4), ``nvfp4`` (its own storage for the shared expert's input, per-token scales at the end) and ``sm90``
-fp4xfp4), ``nvfp4`` (its own storage for the shared expert's input, per-token scales at the end) and
-``sm90`` running sums, nothing is padded between regions.
+(fp32 scales, the whole pool instead of a ring). `symm_buffer_fields` lists every region of a kind; offsets
+are running sums, nothing is padded between regions.
 
 Easy to get wrong: tokens per rank are rounded up before anything else; the ring, and with it every offset
 behind it, depends on the number of SMs; scales are MN-major except x_sf; fp8 and bf16 kinds have the shared
