@@ -14,6 +14,7 @@ _HOME = {
     "DeepGemmNvfp4MegaMoEBackend": "deep_gemm_nvfp4",
     "DeepGemmFp4MegaMoEBackend": "deep_gemm_nvfp4",
     "DeepGemmBf16MegaMoEBackend": "deep_gemm_bf16",
+    "DeepGemmSm100Fp8MegaMoEBackend": "deep_gemm_sm100",
     "DeepGemmSm90MegaMoEBackend": "deep_gemm_sm90",
     "EmulatedMegaMoEBackend": "emulated",
     "LocalGroup": "groups",

@@ -118,6 +118,10 @@ class DeepGemmSm100MegaMoEBackend(DeepGemmSm100Family):
         "transform_sf_into_required_layout",
         "get_symm_buffer_for_mega_moe",
     )
+    # Weights: dtypes of a checkpoint, the kernel's, and columns in a byte.
+    weight_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.int8)
+    kernel_dtype: ClassVar[torch.dtype] = torch.int8
+    columns_per_byte: ClassVar[int] = 2
 
     def transform_weights(
         self,
@@ -136,20 +140,30 @@ class DeepGemmSm100MegaMoEBackend(DeepGemmSm100Family):
         w13_weight [L, 2I, H / 2], gate rows first; w13_weight_scale [L, 2I, H / 32] uint8 or float8_e8m0fnu;
         w2_weight [L, H, I / 2]; w2_weight_scale [L, H, I / 32]. Returns ((L1 weight, scale), (L2 weight,
         scale)): int8 weights and int32 scale words [L, rows, K / 128], MN-major. The L2 weight shares
-        w2_weight's storage.
+        w2_weight's storage. For fp8xfp8 the weights are float8_e4m3fn, [L, 2I, H] and [L, H, I].
         """
         experts, hidden, inter = num_local_experts, hidden_size, intermediate_size
-        packed, scales = (torch.uint8, torch.int8), E8M0_DTYPES
-        w13 = check_tensor("w13_weight", w13_weight, (experts, 2 * inter, hidden // 2), packed)
+        weights, scales, packed = self.weight_dtypes, E8M0_DTYPES, self.columns_per_byte
+        w13 = check_tensor("w13_weight", w13_weight, (experts, 2 * inter, hidden // packed), weights)
         sf13 = check_tensor("w13_weight_scale", w13_weight_scale, (experts, 2 * inter, hidden // 32), scales)
-        w2 = check_tensor("w2_weight", w2_weight, (experts, hidden, inter // 2), packed)
+        w2 = check_tensor("w2_weight", w2_weight, (experts, hidden, inter // packed), weights)
         sf2 = check_tensor("w2_weight_scale", w2_weight_scale, (experts, hidden, inter // 32), scales)
         words = self.library.transform_sf_into_required_layout
         l1_sf = words(ue8m0_bytes_to_float(sf13).contiguous(), 2 * inter, hidden, (1, 32), experts)
         l2_sf = words(ue8m0_bytes_to_float(sf2).contiguous(), hidden, inter, (1, 32), experts)
         result: tuple[Weights, Weights] = self.library.transform_weights_for_mega_moe(
-            (w13.view(torch.int8).contiguous(), l1_sf),
-            (w2.view(torch.int8).contiguous(), l2_sf),
+            (w13.view(self.kernel_dtype).contiguous(), l1_sf),
+            (w2.view(self.kernel_dtype).contiguous(), l2_sf),
             **keep_given({"activation": activation}),
         )
         return result
+
+
+class DeepGemmSm100Fp8MegaMoEBackend(DeepGemmSm100MegaMoEBackend):
+    """FP8 (E4M3, UE8M0 per 32) activations x MXFP8 (E4M3, UE8M0 per 32) weights, by the same launch."""
+
+    name = "deep_gemm_sm100_fp8"
+    mma_type = "fp8xfp8"
+    weight_dtypes = (torch.float8_e4m3fn,)
+    kernel_dtype = torch.float8_e4m3fn
+    columns_per_byte = 1

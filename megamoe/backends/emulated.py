@@ -17,7 +17,7 @@ from megamoe.backends.base import DeepGemmMegaMoEBackend
 from megamoe.backends.deep_gemm_bf16 import DeepGemmBf16MegaMoEBackend
 from megamoe.backends.deep_gemm_nvfp4 import DeepGemmFp4MegaMoEBackend, DeepGemmNvfp4MegaMoEBackend
 from megamoe.backends.deep_gemm_sm90 import DeepGemmSm90MegaMoEBackend
-from megamoe.backends.deep_gemm_sm100 import DeepGemmSm100MegaMoEBackend
+from megamoe.backends.deep_gemm_sm100 import DeepGemmSm100Fp8MegaMoEBackend, DeepGemmSm100MegaMoEBackend
 
 
 class ReferenceLibrary:
@@ -101,20 +101,24 @@ class EmulatedMegaMoEBackend(DeepGemmMegaMoEBackend):
     """``EmulatedMegaMoEBackend(mma_type)``: the reference forward of that MMA type, on the device of its
     tensors.
 
-    MMA types: fp8xfp4, nvfp4, fp4xfp4, bf16xbf16 (SM100) and fp8xfp8 (SM90). ValueError for another one.
-    Sizes are checked as the real backend checks them, so that what runs here can run there.
+    MMA types: fp8xfp4, nvfp4, fp4xfp4 and bf16xbf16 (SM100), fp8xfp8 (SM90's kernel, or with
+    architecture="SM100" the MXFP8 one). ValueError for another one. Sizes are checked as the real backend
+    checks them, so that what runs here can run there.
     """
 
     name = "emulated"
     family = "emulated"
-    architecture = "any device"
 
-    def __new__(cls, mma_type: str = "fp8xfp4") -> EmulatedMegaMoEBackend:
-        if mma_type not in _CONCRETE:
-            raise ValueError(f"mma_type must be one of {', '.join(sorted(_CONCRETE))}, got {mma_type!r}")
-        return object.__new__(_CONCRETE[mma_type] if cls is EmulatedMegaMoEBackend else cls)
+    def __new__(cls, mma_type: str = "fp8xfp4", architecture: str | None = None) -> EmulatedMegaMoEBackend:
+        if cls is not EmulatedMegaMoEBackend:
+            return object.__new__(cls)
+        for concrete in _CONCRETE:
+            if concrete.mma_type == mma_type and architecture in (None, concrete.architecture):
+                return object.__new__(concrete)
+        known = ", ".join(f"{concrete.mma_type} ({concrete.architecture})" for concrete in _CONCRETE)
+        raise ValueError(f"mma_type must be one of {known}, got {mma_type!r} for {architecture or 'any'}")
 
-    def __init__(self, mma_type: str = "fp8xfp4") -> None:
+    def __init__(self, mma_type: str = "fp8xfp4", architecture: str | None = None) -> None:
         super().__init__(ReferenceLibrary())
 
     @property
@@ -134,15 +138,16 @@ class EmulatedMegaMoEBackend(DeepGemmMegaMoEBackend):
         return True
 
 
-# One concrete class an MMA type: what the emulated backend overrides comes first, the real backend's steps
-# follow.
-_CONCRETE: dict[str, type[EmulatedMegaMoEBackend]] = {
-    real.mma_type: type(f"Emulated{real.__name__}", (EmulatedMegaMoEBackend, real), {"__doc__": real.__doc__})
+# One concrete class a real backend: what the emulated backend overrides comes first, the real one's steps
+# follow. Where two have the same MMA type, the first is meant unless the architecture is given.
+_CONCRETE: tuple[type[EmulatedMegaMoEBackend], ...] = tuple(
+    type(f"Emulated{real.__name__}", (EmulatedMegaMoEBackend, real), {"__doc__": real.__doc__})
     for real in (
         DeepGemmSm100MegaMoEBackend,
         DeepGemmNvfp4MegaMoEBackend,
         DeepGemmFp4MegaMoEBackend,
         DeepGemmBf16MegaMoEBackend,
         DeepGemmSm90MegaMoEBackend,
+        DeepGemmSm100Fp8MegaMoEBackend,
     )
-}
+)

@@ -21,7 +21,7 @@ from megamoe.backends.base import DeepGemmMegaMoEBackend
 from megamoe.backends.deep_gemm_bf16 import DeepGemmBf16MegaMoEBackend
 from megamoe.backends.deep_gemm_nvfp4 import DeepGemmFp4MegaMoEBackend, DeepGemmNvfp4MegaMoEBackend
 from megamoe.backends.deep_gemm_sm90 import DeepGemmSm90MegaMoEBackend
-from megamoe.backends.deep_gemm_sm100 import DeepGemmSm100MegaMoEBackend
+from megamoe.backends.deep_gemm_sm100 import DeepGemmSm100Fp8MegaMoEBackend, DeepGemmSm100MegaMoEBackend
 from megamoe.backends.emulated import EmulatedMegaMoEBackend
 
 ENTRY_POINT_GROUP = "megamoe.backends"
@@ -32,6 +32,7 @@ BUILT_IN: tuple[type[DeepGemmMegaMoEBackend], ...] = (
     DeepGemmNvfp4MegaMoEBackend,
     DeepGemmFp4MegaMoEBackend,
     DeepGemmBf16MegaMoEBackend,
+    DeepGemmSm100Fp8MegaMoEBackend,
     DeepGemmSm90MegaMoEBackend,
 )
 

@@ -65,6 +65,16 @@ MXFP4 = WeightFormat(
     ),
 )
 
+MXFP8 = WeightFormat(
+    "mxfp8",
+    (
+        _plain("w13_weight", lambda h, i: (2 * i, h), torch.float8_e4m3fn),
+        _ue8m0("w13_weight_scale", lambda h, i: (2 * i, h // 32)),
+        _plain("w2_weight", lambda h, i: (h, i), torch.float8_e4m3fn),
+        _ue8m0("w2_weight_scale", lambda h, i: (h, i // 32)),
+    ),
+)
+
 FP8_BLOCK = WeightFormat(
     "fp8_block",
     (
@@ -97,4 +107,4 @@ BF16 = WeightFormat(
     ),
 )
 
-FORMATS = {f.name: f for f in (MXFP4, FP8_BLOCK, NVFP4, BF16)}
+FORMATS = {f.name: f for f in (MXFP4, MXFP8, FP8_BLOCK, NVFP4, BF16)}

@@ -21,25 +21,30 @@ class MegaMoEExperts(nn.Module):
     """The local experts of one MoE layer.
 
     num_experts: experts of all ranks, in launch order (with EPLB the physical ones); this rank has
-    num_local_experts of them from experts_start_idx on. num_logical_experts: those of the checkpoint, if they
-    are fewer: physical expert p then starts as logical expert p % num_logical_experts. quant: mxfp4
-    (fp8xfp4), nvfp4 (two-level), fp8_block (SM90) or bf16. backend: any DeepGemmMegaMoEBackend; without one,
-    finalize_weights selects the device's. group: a torch.distributed group, or None for a single rank.
-    registry: where layers enter themselves by prefix, so that a second layer of the same name is noticed.
+        num_local_experts of them from experts_start_idx on.
+    num_logical_experts: those of the checkpoint, if they are fewer: physical expert p then starts as logical
+        expert p % num_logical_experts.
     num_max_tokens_per_rank: what the symmetric buffer has room for.
+    quant: mxfp4 (fp8xfp4), mxfp8 (fp8xfp8 on SM100), fp8_block (fp8xfp8 on SM90), nvfp4 (two-level) or bf16.
+    backend: any DeepGemmMegaMoEBackend; without one, finalize_weights selects the device's.
+    group: a torch.distributed group, or None for a single rank.
+    registry: where layers enter themselves by prefix, so that a second layer of the same name is noticed.
 
     Parameters are those of the checkpoint, zero until loaded, never trained. finalize_weights puts them into
-    kernel layout; only then can the module run.
+    kernel layout; only then can the module run. ValueError, naming the layer, for sizes that do not fit.
     """
 
     default_quant: ClassVar[str] = "mxfp4"
     mma_types: ClassVar[dict[str, str]] = {
         "mxfp4": "fp8xfp4",
+        "mxfp8": "fp8xfp8",
         "nvfp4": "nvfp4",
         "fp8_block": "fp8xfp8",
         "bf16": "bf16xbf16",
     }
     size_multiple: ClassVar[int] = 128
+    # Two kernels are called fp8xfp8, and their weights differ.
+    architectures: ClassVar[dict[str, str]] = {"mxfp8": "SM100", "fp8_block": "SM90"}
 
     w13_weight: nn.Parameter
     w13_weight_scale: nn.Parameter
@@ -220,6 +225,12 @@ class MegaMoEExperts(nn.Module):
 
             self.backend = get_deep_gemm_mega_moe_backend(
                 self.w2_weight.device, self.hidden_size, self.intermediate_size, mma_type=self.mma_type
+            )
+        wanted = self.architectures.get(self.quant, self.backend.architecture)
+        if self.backend.architecture != wanted:
+            raise NotImplementedError(
+                f"{self.prefix}: {self.quant} weights are those of the {wanted} kernel, "
+                f"and the {self.backend.name} backend is for {self.backend.architecture}"
             )
         return self.backend
 

@@ -16,6 +16,7 @@ from megamoe.backends import (
     DeepGemmMegaMoEBackend,
     DeepGemmNvfp4MegaMoEBackend,
     DeepGemmSm90MegaMoEBackend,
+    DeepGemmSm100Fp8MegaMoEBackend,
     DeepGemmSm100MegaMoEBackend,
     EmulatedMegaMoEBackend,
     get_deep_gemm_mega_moe_backend,
@@ -131,6 +132,7 @@ def test_a_build_without_a_needed_function_is_refused_at_selection(
         ("nvfp4", DeepGemmNvfp4MegaMoEBackend),
         ("fp4xfp4", DeepGemmFp4MegaMoEBackend),
         ("bf16xbf16", DeepGemmBf16MegaMoEBackend),
+        ("fp8xfp8", DeepGemmSm100Fp8MegaMoEBackend),
     ],
 )
 def test_mma_type_selects_among_sm100_backends(fake, on_architecture, mma_type, expected):
@@ -166,6 +168,13 @@ def test_the_emulated_backend_serves_the_cpu(mma_type):
     assert backend.supports_device(torch.device("cpu"))
     with pytest.raises(ValueError, match="hidden_size must be a multiple of 256"):
         backend.check_sizes(384, 256)
+
+
+def test_fp8xfp8_is_another_kernel_on_each_architecture():
+    assert EmulatedMegaMoEBackend("fp8xfp8").architecture == "SM90"
+    assert EmulatedMegaMoEBackend("fp8xfp8", "SM100").architecture == "SM100"
+    with pytest.raises(ValueError, match=r"mma_type must be one of .*got 'nvfp4' for SM90"):
+        EmulatedMegaMoEBackend("nvfp4", "SM90")
 
 
 def test_the_emulated_backend_refuses_unknown_types():

@@ -44,6 +44,15 @@ def mxfp4_layer(experts: int, hidden: int, inter: int, seed: int = 0) -> dict[st
     }
 
 
+def mxfp8_layer(experts: int, hidden: int, inter: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    return {
+        "w13_weight": random_floats((experts, 2 * inter, hidden), seed, -2.0, 2.0).to(torch.float8_e4m3fn),
+        "w13_weight_scale": random_bytes((experts, 2 * inter, hidden // 32), seed + 1, 118, 126),
+        "w2_weight": random_floats((experts, hidden, inter), seed + 2, -2.0, 2.0).to(torch.float8_e4m3fn),
+        "w2_weight_scale": random_bytes((experts, hidden, inter // 32), seed + 3, 118, 126),
+    }
+
+
 def fp8_block_layer(experts: int, hidden: int, inter: int, seed: int = 0) -> dict[str, torch.Tensor]:
     def fp8(shape: tuple[int, ...], seed: int) -> torch.Tensor:
         return (random_floats(shape, seed, -2.0, 2.0)).to(torch.float8_e4m3fn)
@@ -63,7 +72,13 @@ def bf16_layer(experts: int, hidden: int, inter: int, seed: int = 0) -> dict[str
     }
 
 
-LAYERS = {"nvfp4": nvfp4_layer, "mxfp4": mxfp4_layer, "fp8_block": fp8_block_layer, "bf16": bf16_layer}
+LAYERS = {
+    "nvfp4": nvfp4_layer,
+    "mxfp4": mxfp4_layer,
+    "mxfp8": mxfp8_layer,
+    "fp8_block": fp8_block_layer,
+    "bf16": bf16_layer,
+}
 
 
 def split_experts(layer: dict[str, torch.Tensor], inter: int) -> dict[str, torch.Tensor]:

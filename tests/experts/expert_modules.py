@@ -26,5 +26,6 @@ def make_experts(kind: str, quant: str, **changes: Any) -> MegaMoEExperts:
     cls = MODULES[kind]
     arguments = {**SIZES, "quant": quant, "prefix": "layers.7.experts", **changes}
     if "backend" not in arguments:
-        arguments["backend"] = EmulatedMegaMoEBackend(cls.mma_types[quant])
+        architecture = "SM90" if quant == "fp8_block" else "SM100"
+        arguments["backend"] = EmulatedMegaMoEBackend(cls.mma_types[quant], architecture)
     return cls(**arguments)

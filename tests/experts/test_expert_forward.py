@@ -60,6 +60,8 @@ def dequantized(quant: str) -> tuple[torch.Tensor, torch.Tensor]:
         if quant == "fp8_block":
             blocks = scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
             result.append(weight.double() * blocks)
+        elif quant == "mxfp8":
+            result.append(weight.double() * torch.pow(2.0, scale.double() - 127).repeat_interleave(32, 2))
         elif quant == "mxfp4":
             result.append(
                 e2m1_values(weight).double() * torch.pow(2.0, scale.double() - 127).repeat_interleave(32, 2)
@@ -122,13 +124,14 @@ def expected_bits(module, hidden, weights, ids, norm: PostNorm | None = None) ->
         experts = ExpertWeights(
             byte["w13_weight"], byte["w2_weight"], layer["w13_weight_scale"], layer["w2_weight_scale"]
         )
-    elif module.quant == "mxfp4":
+    elif module.quant in ("mxfp4", "mxfp8"):
         staged = stage_fp8(hidden, RECIPES["fp8_ue8m0_g32"])
         scales = staged.x_sf.contiguous().view(torch.uint8)
         inputs = RankInputs(staged.x, scales, **routes)
+        unpack = unpack_e2m1 if module.quant == "mxfp4" else torch.clone
         experts = ExpertWeights(
-            unpack_e2m1(layer["w13_weight"]),
-            unpack_e2m1(layer["w2_weight"]),
+            unpack(byte["w13_weight"]),
+            unpack(byte["w2_weight"]),
             byte["w13_weight_scale"],
             byte["w2_weight_scale"],
         )
@@ -163,7 +166,7 @@ def expected_bits(module, hidden, weights, ids, norm: PostNorm | None = None) ->
         "nvfp4": "sm100_nvfp4",
         "fp4xfp4": "sm100_fp4xfp4",
         "bf16xbf16": "sm100_bf16",
-        "fp8xfp8": "sm90_fp8xfp8",
+        "fp8xfp8": "sm90_fp8xfp8" if module.quant == "fp8_block" else "sm100_fp8xfp8",
     }[module.mma_type]
     launch = LaunchConfig(tile=64, hidden=HIDDEN)
     activation = Activation(clamp=module.activation.clamp, fast_math=module.fast_math)
@@ -396,6 +399,13 @@ def test_the_first_launch_of_a_group_meets_at_a_barrier():
     for _ in range(2):
         finalized("muse_spark", "bf16", group=group)(hidden, weights, ids)
     assert group.met == 1
+
+
+@pytest.mark.parametrize(("quant", "other"), [("mxfp8", "SM90"), ("fp8_block", "SM100")])
+def test_weights_of_the_other_fp8_kernel_are_refused(quant, other):
+    module = make_experts("general", quant, backend=EmulatedMegaMoEBackend("fp8xfp8", other))
+    with pytest.raises(NotImplementedError, match=rf"layers\.7\.experts: {quant} weights .* is for {other}"):
+        module.finalize_weights()
 
 
 def test_a_module_without_backend_selects_one_and_says_why_it_cannot():

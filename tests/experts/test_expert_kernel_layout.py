@@ -38,7 +38,7 @@ def test_in_place_equals_the_backend_at_once(kind, quant, chunk_bytes, monkeypat
     monkeypatch.setattr("megamoe.experts.finalize.CHUNK_BYTES", chunk_bytes)
     module = loaded(kind, quant)
     layer = LAYERS[quant](EXPERTS, HIDDEN, INTER)
-    expected = EmulatedMegaMoEBackend(module.mma_type).transform_weights(
+    expected = module.backend.transform_weights(
         w13_weight=layer["w13_weight"],
         w13_weight_scale=layer.get("w13_weight_scale"),
         w2_weight=layer["w2_weight"],

@@ -270,5 +270,5 @@ def test_a_prefix_is_registered_once():
 
 
 def test_the_two_modules_have_their_formats():
-    assert set(MegaMoEExperts.mma_types) == {"mxfp4", "nvfp4", "fp8_block", "bf16"}
+    assert set(MegaMoEExperts.mma_types) == {"mxfp4", "mxfp8", "nvfp4", "fp8_block", "bf16"}
     assert set(MuseSparkMegaMoEExperts.mma_types) == {"nvfp4", "bf16"}

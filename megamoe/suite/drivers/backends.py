@@ -22,6 +22,7 @@ STAGED = ("x", "x_sf", "x_scales")
 
 def emulated_run_mega_moe(
     mma_type: str,
+    architecture: str,
     topk_weights: Tensor,
     topk_ids: Tensor,
     weights: dict[str, Tensor],
@@ -34,7 +35,7 @@ def emulated_run_mega_moe(
     inputs: hidden_states, or x and x_sf if they are staged already. options: the family's own launch
     arguments.
     """
-    backend = EmulatedMegaMoEBackend(mma_type)
+    backend = EmulatedMegaMoEBackend(mma_type, architecture)
     return _run(
         backend, LocalGroup(), topk_weights, topk_ids, weights, inputs, activation_clamp, fast_math, options
     )
@@ -42,6 +43,7 @@ def emulated_run_mega_moe(
 
 def real_run_mega_moe(
     mma_type: str,
+    architecture: str,
     topk_weights: Tensor,
     topk_ids: Tensor,
     weights: dict[str, Tensor],
@@ -50,11 +52,13 @@ def real_run_mega_moe(
     fast_math: bool,
     options: dict[str, Any],
 ) -> dict[str, Tensor]:
-    """The pass on the backend of this device's architecture."""
+    """The pass on the backend of this device's architecture. RuntimeError if that is another one."""
     from megamoe.suite.drivers.deep_gemm_sm90 import single_rank_group
 
     hidden, inter = weights["w2_weight"].shape[1], weights["w13_weight"].shape[1] // 2
     backend = get_deep_gemm_mega_moe_backend(topk_ids.device, hidden, inter, mma_type=mma_type)
+    if backend.architecture != architecture:
+        raise RuntimeError(f"this device's backend is {backend.name}, for {backend.architecture}")
     group = single_rank_group()
     return _run(backend, group, topk_weights, topk_ids, weights, inputs, activation_clamp, fast_math, options)
 

@@ -37,6 +37,7 @@ _DEFAULTS: Params = {
 class _Family:
     """What a row needs to know of an MMA type. group: columns that share a weight scale; 0 without scales."""
 
+    name: str
     mma_type: str
     reference_family: str
     capability: str
@@ -47,11 +48,12 @@ class _Family:
 
 
 _FAMILIES = (
-    _Family("fp8xfp4", "sm100_fp8xfp4", "sm100", "fp8_fp4_mega_moe", 32),
-    _Family("nvfp4", "sm100_nvfp4", "sm100", "nvfp4_mega_moe", 16),
-    _Family("fp4xfp4", "sm100_fp4xfp4", "sm100", "fp4_fp4_mega_moe", 16, has_norm=True),
-    _Family("bf16xbf16", "sm100_bf16", "sm100", "bf16_mega_moe", 0, has_norm=True),
-    _Family("fp8xfp8", "sm90_fp8xfp8", "sm90", "fp8_mega_moe", 128, has_stages=False),
+    _Family("fp8xfp4", "fp8xfp4", "sm100_fp8xfp4", "sm100", "fp8_fp4_mega_moe", 32),
+    _Family("mxfp8", "fp8xfp8", "sm100_fp8xfp8", "sm100", "fp8_fp4_mega_moe", 32),
+    _Family("nvfp4", "nvfp4", "sm100_nvfp4", "sm100", "nvfp4_mega_moe", 16),
+    _Family("fp4xfp4", "fp4xfp4", "sm100_fp4xfp4", "sm100", "fp4_fp4_mega_moe", 16, has_norm=True),
+    _Family("bf16xbf16", "bf16xbf16", "sm100_bf16", "sm100", "bf16_mega_moe", 0, has_norm=True),
+    _Family("fp8xfp8", "fp8xfp8", "sm90_fp8xfp8", "sm90", "fp8_mega_moe", 128, has_stages=False),
 )
 
 
@@ -104,13 +106,17 @@ def _weights(family: _Family, experts: int, hidden: int, inter: int, g: torch.Ge
             found[f"{name}_weight"] = (torch.randn(count, rows, columns, generator=g) * size).to(
                 torch.bfloat16
             )
-        elif family.mma_type == "fp8xfp8":
+        elif family.name == "fp8xfp8":
             values = torch.randn(count, rows, columns, generator=g) * 16
             found[f"{name}_weight"] = values.clamp(-448, 448).to(torch.float8_e4m3fn)
             blocks = torch.rand(count, rows // 128, columns // 128, generator=g)
             found[f"{name}_weight_scale"] = (blocks + 0.5) * size / 16
         else:
-            found[f"{name}_weight"] = _codes((count, rows, columns // 2), 0, 256, g)
+            if family.name == "mxfp8":
+                values = torch.randn(count, rows, columns, generator=g)
+                found[f"{name}_weight"] = values.to(torch.float8_e4m3fn)
+            else:
+                found[f"{name}_weight"] = _codes((count, rows, columns // 2), 0, 256, g)
             # Scale bytes around 2^-5 (UE8M0) or from 2^-4 to 2^0 (E4M3): each exponent and, there, each
             # mantissa.
             low, high = (119, 126) if family.group == 32 else (0x18, 0x3A)
@@ -126,7 +132,8 @@ def _exact_inputs(family: _Family, params: Params, seed: int) -> dict[str, Tenso
     )
     (tokens,), (weights,) = drawn.inputs, drawn.weights
     found = {"topk_ids": tokens.topk_idx, "topk_weights": tokens.topk_weights}
-    pack = pack_e2m1 if family.group in (16, 32) else _same
+    packed = family.mma_type != "fp8xfp8" and family.group
+    pack = pack_e2m1 if packed else _same
     found["x"] = pack_e2m1(tokens.x) if family.group == 16 else tokens.x
     if tokens.x_sf is not None:
         found["x_sf"] = pack_scale_words(tokens.x_sf) if tokens.x_sf.dtype == torch.uint8 else tokens.x_sf
@@ -154,6 +161,7 @@ _OPTIONS = (
 def _call(family: _Family, params: Params, inputs: dict[str, Tensor]) -> Call:
     arguments: dict[str, Any] = {
         "mma_type": family.mma_type,
+        "architecture": family.capability.upper(),
         "activation_clamp": params["clamp"],
         "fast_math": params["fast_math"],
         **inputs,
@@ -211,7 +219,7 @@ def _row(family: _Family) -> Operation:
     if family.has_norm:
         sweeps.append(Sweep("default", {"norm": (True,), "tokens": (16,)}))
     return Operation(
-        name=f"run_mega_moe_{family.mma_type}",
+        name=f"run_mega_moe_{family.name}",
         reference="megamoe.suite.drivers.backends:emulated_run_mega_moe",
         implementations=(
             Implementation(
