@@ -1,23 +1,31 @@
-"""For tests of other projects: one line that compares two tensors bit for bit and says where and why they differ.
+"""For tests of other projects: one line compares two tensors bit for bit and says where and why they differ.
 
-from megamoe.testing import assert_bitwise
-assert_bitwise(x_sf, expected, layout="packed_scale_rows", params={"tokens": 64, "groups": 224})
+    from megamoe.testing import assert_bitwise
+    assert_bitwise(x_sf, expected, layout="packed_scale_rows", params={"tokens": 64, "groups": 224})
+
+With ``artifacts=DIR``, the environment variable MEGAMOE_ARTIFACTS, or the pytest plugin megamoe.testing_plugin, a failure also
+leaves two bundles and a page there.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 
 class BitwiseError(AssertionError):
-    """Two tensors differ. report: the megamoe.explain.Report; ``str`` of the error is its message."""
+    """Two tensors differ. report: the megamoe.explain.Report, whose message the error's text is."""
 
-    def __init__(self, report: Any) -> None:
-        super().__init__(report.text())
+    def __init__(self, report: Any, left: Path | None = None) -> None:
+        text = report.text()
+        super().__init__(f"{text}\npage: {left}" if left is not None else text)
         self.report = report
+        self.page = left
 
 
 def assert_bitwise(
@@ -34,15 +42,74 @@ def assert_bitwise(
     padding: str | None = None,
     code: str | None = None,
     message: str = "",
+    artifacts: str | Path | None = None,
 ) -> None:
     """Raises BitwiseError (an AssertionError) unless dtype, shape, strides and every byte agree.
 
-    Arguments as for megamoe.explain.explain; both sides may be on any device. Nothing but the comparison is computed when
-    they agree. The message has at most 25 lines: what, how many, where, why, and decoded examples.
+    Both sides may be on any device; nothing but the comparison is computed when they agree.
+
+    actual, expected: two tensors, or the outputs of a call by name.
+    layout: a layout of reference.layouts or its name, with its sizes in ``params``; for several outputs, by name.
+    op, output, inputs, params: operation, output and what it was called with; then the arithmetic is replayed.
+    before: what the buffers held before the call. dtype: of byte tensors that stand for something else ("e2m1x2",
+    "float8_e4m3fn"). padding: "undefined" if bytes between elements mean nothing. code: format of scale bytes.
+    message: a title. artifacts: a folder for the page and the bundles of a failure.
+
+    TypeError for what is not a tensor; ValueError for outputs that only one side has, and for an unknown layout or one that
+    does not fit the tensor. The message has at most 25 lines, and one that names the page.
     """
     from megamoe.explain.api import explain
 
-    report = explain(actual, expected, layout=layout, op=op, output=output, params=params, inputs=inputs, before=before,
-                     dtype=dtype, padding=padding, code=code, title=message)  # fmt: skip
-    if not report.equal:
-        raise BitwiseError(report)
+    report = explain(
+        actual,
+        expected,
+        layout=layout,
+        op=op,
+        output=output,
+        params=params,
+        inputs=inputs,
+        before=before,
+        dtype=dtype,
+        padding=padding,
+        code=code,
+        title=message,
+    )
+    if report.equal:
+        return
+    folder = artifacts or os.environ.get("MEGAMOE_ARTIFACTS")
+    page = None
+    if folder:
+        name = message or os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0] or op or "difference"
+        page = leave_behind(Path(folder), name, report, actual, expected, op, output, params, inputs)
+    raise BitwiseError(report, page)
+
+
+def leave_behind(
+    folder: Path,
+    name: str,
+    report: Any,
+    actual: Tensor | Mapping[str, Tensor],
+    expected: Tensor | Mapping[str, Tensor],
+    op: str | None = None,
+    output: str | None = None,
+    params: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """Writes NAME.html, NAME.expected.safetensors and NAME.actual.safetensors; returns the page's path."""
+    from megamoe.bundle import Case, RecordedOutput, dtype_name, write_bundle
+
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = re.sub(r"[^\w.=-]+", "_", name).strip("_")[:150]
+    kept = {key: value for key, value in (params or {}).items() if isinstance(value, (bool, int, float, str, list, type(None)))}
+    for side, value in (("expected", expected), ("actual", actual)):
+        tensors = value if isinstance(value, Mapping) else {output or "output": value}
+        recorded = {
+            key: RecordedOutput(tensor.detach().cpu(), dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride())
+            for key, tensor in tensors.items()
+        }
+        given = {key: tensor.detach().cpu() for key, tensor in (inputs or {}).items()}
+        case = Case(stem, op or "", kept, given, recorded)
+        write_bundle(folder / f"{stem}.{side}.safetensors", [case], producer=side)
+    page = folder / f"{stem}.html"
+    page.write_text(report.html(), encoding="utf-8")
+    return page

@@ -30,12 +30,28 @@ def _params(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> d
 @click.option("--op", help="Operation in the table (a bundle says its own).")
 @click.option("--output", help="Compare only this output or tensor.")
 @click.option("--layout", "layout_name", help="Layout of the tensor, from `megamoe layout`.")
-@click.option("--param", "params", multiple=True, callback=_params, metavar="NAME=VALUE", help="A size of the layout or a parameter of the operation.")
+@click.option(
+    "--param",
+    "params",
+    multiple=True,
+    callback=_params,
+    metavar="NAME=VALUE",
+    help="A size of the layout or a parameter of the operation.",
+)
 @click.option("--case", default="*", metavar="GLOB", help="Cases of a bundle.")
 @click.option("--padding", type=click.Choice(["undefined"]), help="Bytes between elements mean nothing.")
-@click.option("--code", type=click.Choice(["ue8m0", "ue4m3", "e4m3fn", "e2m1"]), help="Format of the codes, if the layout's usual one is wrong.")
+@click.option(
+    "--code",
+    type=click.Choice(["ue8m0", "ue4m3", "e4m3fn", "e2m1"]),
+    help="Format of the codes, if the layout's usual one is wrong.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@click.option("--html", "html_path", type=click.Path(path_type=Path, dir_okay=False), help="Write a page that needs no network.")
+@click.option(
+    "--html",
+    "html_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a page that needs no network.",
+)
 def explain(
     expected: Path, actual: Path, op: str | None, output: str | None, layout_name: str | None, params: dict[str, Any], case: str,
     padding: str | None, code: str | None, as_json: bool, html_path: Path | None,
@@ -72,14 +88,35 @@ def explain(
 @click.command()
 @click.argument("name", required=False)
 @click.option("--shape", help="Logical sizes in the layout's order, e.g. 200x8.")
-@click.option("--param", "params", multiple=True, callback=_params, metavar="NAME=VALUE", help="A size by name, e.g. block_m=64.")
-@click.option("--svg", "svg_path", type=click.Path(path_type=Path, dir_okay=False), help="Draw into this file instead of the terminal.")
+@click.option(
+    "--param",
+    "params",
+    multiple=True,
+    callback=_params,
+    metavar="NAME=VALUE",
+    help="A size by name, e.g. block_m=64.",
+)
+@click.option(
+    "--svg",
+    "svg_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw into this file instead of the terminal.",
+)
 @click.option("--from", "first_row", type=int, default=0, help="First row of memory to draw.")
 @click.option("--rows", type=int, default=32, help="Rows of memory to draw.")
-@click.option("--memory", is_flag=True, help="Draw lines of memory, alignment included, instead of the tensor's rows.")
+@click.option(
+    "--memory", is_flag=True, help="Draw lines of memory, alignment included, instead of the tensor's rows."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the layout as JSON.")
 def layout(
-    name: str | None, shape: str | None, params: dict[str, Any], svg_path: Path | None, first_row: int, rows: int, memory: bool, as_json: bool
+    name: str | None,
+    shape: str | None,
+    params: dict[str, Any],
+    svg_path: Path | None,
+    first_row: int,
+    rows: int,
+    memory: bool,
+    as_json: bool,
 ) -> None:
     """Draws a layout: which byte holds which element, and what is padding. Without a name, lists the layouts."""
     from megamoe.explain.draw import draw_svg, draw_terminal, list_layouts

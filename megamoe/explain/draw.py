@@ -104,9 +104,19 @@ def facts(layout: Any) -> list[tuple[str, str]]:
     inside = layout.storage_dtype.itemsize * 8 // layout.element_bits
     found = [
         ("logical", " × ".join(f"{axis.name} {axis.size}" for axis in layout.axes)),
-        ("stored as", f"{dtype} {list(layout.storage_shape)}, strides {list(layout.storage_strides)}, {layout.storage_bytes:,} bytes"),
-        ("element", f"{layout.element_bits} bits" + (f", {inside} in each {dtype}, lowest bits first" if inside > 1 else "")),
-        ("padding", "too large to count" if padding < 0 else "none" if padding == 0 else f"{padding:,} bytes{share}"),
+        (
+            "stored as",
+            f"{dtype} {list(layout.storage_shape)}, strides {list(layout.storage_strides)}, {layout.storage_bytes:,} bytes",
+        ),
+        (
+            "element",
+            f"{layout.element_bits} bits"
+            + (f", {inside} in each {dtype}, lowest bits first" if inside > 1 else ""),
+        ),
+        (
+            "padding",
+            "too large to count" if padding < 0 else "none" if padding == 0 else f"{padding:,} bytes{share}",
+        ),
         ("expression", layout.expression),
         ("source", layout.source),
     ]
@@ -133,7 +143,11 @@ def draw_terminal(layout: Any, first_row: int, rows: int, *, memory: bool = Fals
     console.print()
     header = Text(" " * gutter + " ")
     for number, name in enumerate(drawing.columns):
-        header.append((" " if number and drawing.rows and drawing.rows[0][1][number].starts_word else "") + name.ljust(width + 1), style="dim")
+        header.append(
+            (" " if number and drawing.rows and drawing.rows[0][1][number].starts_word else "")
+            + name.ljust(width + 1),
+            style="dim",
+        )
     console.print(header, soft_wrap=True)
     for index, line in drawing.rows:
         text = Text(index.rjust(gutter) + " ", style="dim")
@@ -143,16 +157,28 @@ def draw_terminal(layout: Any, first_row: int, rows: int, *, memory: bool = Fals
             style = "bright_black" if not cell.label else _TERMINAL[cell.tint % len(_TERMINAL)]
             text.append((cell.label or "·" * min(width, 2)).ljust(width) + " ", style=style)
         console.print(text, soft_wrap=True)
-    hidden = [f"{n:,} more {what}" for n, what in ((drawing.hidden_rows, "rows"), (drawing.hidden_columns, "columns")) if n > 0]
+    hidden = [
+        f"{n:,} more {what}"
+        for n, what in ((drawing.hidden_rows, "rows"), (drawing.hidden_columns, "columns"))
+        if n > 0
+    ]
     note = f"cells: {drawing.coordinates}; colour: {drawing.tinted_by}; ·· padding"
-    console.print(Text(note + (f"; not shown: {', '.join(hidden)} (--from, --rows, --svg)" if hidden else ""), style="dim"), soft_wrap=True)
+    console.print(
+        Text(
+            note + (f"; not shown: {', '.join(hidden)} (--from, --rows, --svg)" if hidden else ""),
+            style="dim",
+        ),
+        soft_wrap=True,
+    )
 
 
 def _params(layout: Any) -> str:
     return ", ".join(f"{name}={value}" for name, value in layout.params.items() if value is not None)
 
 
-def draw_svg(layout: Any, first_row: int = 0, rows: int = 32, most_columns: int = 64, *, memory: bool = False) -> str:
+def draw_svg(
+    layout: Any, first_row: int = 0, rows: int = 32, most_columns: int = 64, *, memory: bool = False
+) -> str:
     """The drawing as an SVG document that needs nothing else."""
     drawing = cells(layout, first_row, rows, most_columns, memory=memory)
     widest = max((len(cell.label) for _, line in drawing.rows for cell in line), default=1)
@@ -165,7 +191,11 @@ def draw_svg(layout: Any, first_row: int = 0, rows: int = 32, most_columns: int 
     def left(number: int) -> int:
         return 20 + gutter + number * width + (number // per * gap if per > 1 else 0)
 
-    hidden = [f"{n:,} more {what}" for n, what in ((drawing.hidden_rows, "rows"), (drawing.hidden_columns, "columns")) if n > 0]
+    hidden = [
+        f"{n:,} more {what}"
+        for n, what in ((drawing.hidden_rows, "rows"), (drawing.hidden_columns, "columns"))
+        if n > 0
+    ]
     note = f"cells: {drawing.coordinates}; colour: {drawing.tinted_by}; grey: padding; point at a cell for its byte"
     note += f"; not shown: {', '.join(hidden)}" if hidden else ""
     texts = [note, *(" " * 13 + value for _, value in lines)]
@@ -180,7 +210,9 @@ def draw_svg(layout: Any, first_row: int = 0, rows: int = 32, most_columns: int 
     ]
     for number, (name, value) in enumerate(lines):
         y = 56 + 18 * number
-        out.append(f'<text x="20" y="{y}" fill="#5c677a">{escape(name)}</text><text x="110" y="{y}" fill="#1b2230">{escape(value)}</text>')
+        out.append(
+            f'<text x="20" y="{y}" fill="#5c677a">{escape(name)}</text><text x="110" y="{y}" fill="#1b2230">{escape(value)}</text>'
+        )
     for number, name in enumerate(drawing.columns):
         if name:
             out.append(f'<text x="{left(number)}" y="{top + 14}" fill="#5c677a">{name}</text>')
@@ -191,10 +223,14 @@ def draw_svg(layout: Any, first_row: int = 0, rows: int = 32, most_columns: int 
             x = left(number)
             title = f"byte {cell.byte}: {cell.label or 'padding'}"
             fill = "#eef0f3" if not cell.label else _FILLS[cell.tint % len(_FILLS)]
-            out.append(f'<g><title>{title}</title><rect x="{x}" y="{y}" width="{width - 2}" height="{height - 2}" rx="3" fill="{fill}"/>')
+            out.append(
+                f'<g><title>{title}</title><rect x="{x}" y="{y}" width="{width - 2}" height="{height - 2}" rx="3" fill="{fill}"/>'
+            )
             if cell.label:
                 ink = _INKS[cell.tint % len(_INKS)]
-                out.append(f'<text x="{x + (width - 2) / 2:g}" y="{y + 14.5}" text-anchor="middle" fill="{ink}">{cell.label}</text>')
+                out.append(
+                    f'<text x="{x + (width - 2) / 2:g}" y="{y + 14.5}" text-anchor="middle" fill="{ink}">{cell.label}</text>'
+                )
             out.append("</g>")
     out.append(f'<text x="20" y="{total_height - 16}" fill="#5c677a">{escape(note)}</text></svg>')
     return "\n".join(out)
@@ -206,7 +242,10 @@ def list_layouts(as_json: bool) -> None:
     from reference.layouts import LAYOUTS
 
     if as_json:
-        found = [{"name": f.name, "axes": axis_params(f.expression), "params": dict(f.params), "source": f.source} for f in LAYOUTS.values()]
+        found = [
+            {"name": f.name, "axes": axis_params(f.expression), "params": dict(f.params), "source": f.source}
+            for f in LAYOUTS.values()
+        ]
         print(json.dumps(found))
         return
     from rich.console import Console
@@ -219,6 +258,9 @@ def list_layouts(as_json: bool) -> None:
         line = Text(family.name, style="bold")
         line.append(f"  --shape {'x'.join(axes)}", style="cyan")
         for name in others:
-            line.append(f"  [{name}]" if name in family.defaults else f"  --param {name}=...", style="dim" if name in family.defaults else "cyan")
+            line.append(
+                f"  [{name}]" if name in family.defaults else f"  --param {name}=...",
+                style="dim" if name in family.defaults else "cyan",
+            )
         console.print(line, soft_wrap=True)
         console.print(Text("    " + family.source, style="dim"))

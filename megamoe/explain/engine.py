@@ -59,7 +59,9 @@ def explain_case(case: CasePair) -> Report:
     if replay is not None and call is not None:
         replayable = _reproduced(replay, call)
         if not replayable & {subject.name for subject in subjects if subject.count}:
-            notes.append("the reference does not reproduce the expected side from these inputs: no arithmetic was replayed")
+            notes.append(
+                "the reference does not reproduce the expected side from these inputs: no arithmetic was replayed"
+            )
             replay = None
     candidates = candidates_of(subjects, replay, call, replayable)
     findings: list[Finding] = []
@@ -120,9 +122,13 @@ def _reproduced(replay: Replay, call: Call) -> frozenset[str]:
     if call.num_tokens > replay.few_tokens:
         few = call.tokens(torch.linspace(0, call.num_tokens - 1, replay.few_tokens // 2).long().unique())
         # What is not stored token by token cannot be judged on a few: it follows the outputs that are.
-        found = {n for n, t in replay.baseline(few).items() if n in few.outputs and _agrees(t, few.outputs[n])}
+        found = {
+            n for n, t in replay.baseline(few).items() if n in few.outputs and _agrees(t, few.outputs[n])
+        }
         return frozenset(found | ({n for n in call.outputs if n not in few.outputs} if found else set()))
-    return frozenset(n for n, t in replay.baseline(call).items() if n in call.outputs and _agrees(t, call.outputs[n]))
+    return frozenset(
+        n for n, t in replay.baseline(call).items() if n in call.outputs and _agrees(t, call.outputs[n])
+    )
 
 
 def _agrees(left: torch.Tensor, right: torch.Tensor) -> bool:

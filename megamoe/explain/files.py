@@ -65,7 +65,9 @@ def _read(path: Path) -> Bundle | dict[str, Tensor]:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{path}: cannot be read ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})") from error
+        raise InputError(
+            f"{path}: cannot be read ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        ) from error
 
 
 def _read_npy(path: Path) -> Tensor:
@@ -106,7 +108,9 @@ def _read_safetensors(path: Path) -> Bundle | dict[str, Tensor]:
 def _pair_bundles(left: Bundle, right: Bundle, expected: Path, actual: Path, request: Request) -> Loaded:
     names = [case.case for case in left.cases if fnmatch.fnmatchcase(case.case, request.case)]
     if not names:
-        raise InputError(f"{expected}: no case matches {request.case!r}; there are {_some([c.case for c in left.cases])}")
+        raise InputError(
+            f"{expected}: no case matches {request.case!r}; there are {_some([c.case for c in left.cases])}"
+        )
     theirs = {case.case: case for case in right.cases}
     cases: list[CasePair] = []
     findings: list[Finding] = []
@@ -122,7 +126,9 @@ def _pair_bundles(left: Bundle, right: Bundle, expected: Path, actual: Path, req
 def _pair_cases(left: Case, right: Case, bundle: Bundle, request: Request) -> tuple[CasePair, list[Finding]]:
     wanted = [name for name in left.outputs if request.output in (None, name)]
     if not wanted:
-        raise InputError(f"case {left.case!r}: no output {request.output!r}; there are {sorted(left.outputs)}")
+        raise InputError(
+            f"case {left.case!r}: no output {request.output!r}; there are {sorted(left.outputs)}"
+        )
     pairs: list[OutputPair] = []
     findings: list[Finding] = []
     for name in wanted:
@@ -135,7 +141,9 @@ def _pair_cases(left: Case, right: Case, bundle: Bundle, request: Request) -> tu
             for case in bundle.cases
             if case.case != left.case and case.op == left.op and name in case.outputs
         }
-        before = next((left.inputs[key] for key in (f"{name}_before", f"before_{name}") if key in left.inputs), None)
+        before = next(
+            (left.inputs[key] for key in (f"{name}_before", f"before_{name}") if key in left.inputs), None
+        )
         if before is None:
             before = _filled(left.params, name, mine.tensor)
         pairs.append(OutputPair(name, mine.tensor, other.tensor, mine.dtype, other.dtype, mine.padding or other.padding,
@@ -177,7 +185,9 @@ def _pair_tensors(
         right = {name: next(iter(right.values()))}
     shared = [name for name in left if name in right]
     if not shared:
-        raise InputError(f"{expected} and {actual} share no tensor: {_some(list(left))} and {_some(list(right))}")
+        raise InputError(
+            f"{expected} and {actual} share no tensor: {_some(list(left))} and {_some(list(right))}"
+        )
     if request.layout is not None and len(shared) > 1:
         raise InputError(f"--layout needs one tensor: name it with --output; there are {_some(shared)}")
     pairs = [
@@ -191,7 +201,12 @@ def _pair_tensors(
 
 
 def _dtype(request: Request, name: str, tensor: Tensor) -> str:
-    packed = request.op is not None and "nvfp4" in request.op and name in ("x", "buf_x") and tensor.element_size() == 1
+    packed = (
+        request.op is not None
+        and "nvfp4" in request.op
+        and name in ("x", "buf_x")
+        and tensor.element_size() == 1
+    )
     return "e2m1x2" if packed else dtype_name(tensor.dtype)
 
 
@@ -199,7 +214,9 @@ def _flat(side: Bundle | dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     if not isinstance(side, Bundle):
         return side
     if len(side.cases) != 1:
-        raise InputError(f"{path}: a bundle of {len(side.cases)} cases can only be compared with another bundle")
+        raise InputError(
+            f"{path}: a bundle of {len(side.cases)} cases can only be compared with another bundle"
+        )
     return {name: output.tensor for name, output in side.cases[0].outputs.items()}
 
 
@@ -218,7 +235,9 @@ def _layout(request: Request, tensor: Tensor) -> Any:
             sizes[name] = value
     missing = [name for name in family.params if name not in sizes and name not in family.defaults]
     if missing:
-        raise InputError(f"--layout {request.layout} also needs {', '.join(f'--param {name}=...' for name in missing)}")
+        raise InputError(
+            f"--layout {request.layout} also needs {', '.join(f'--param {name}=...' for name in missing)}"
+        )
     try:
         layout = get_layout(request.layout, **sizes)
     except (ValueError, TypeError) as error:
@@ -249,7 +268,18 @@ def _sizes_of(tensor: Tensor) -> dict[str, Any]:
 
 def _missing(case: str, name: str, tensor: Tensor, side: str) -> Finding:
     number = tensor.numel()
-    return Finding(name, "missing_output", "unique", (), number, number, "the whole tensor", (), f"the {side} side has none", case=case)
+    return Finding(
+        name,
+        "missing_output",
+        "unique",
+        (),
+        number,
+        number,
+        "the whole tensor",
+        (),
+        f"the {side} side has none",
+        case=case,
+    )
 
 
 def _some(names: list[str]) -> str:

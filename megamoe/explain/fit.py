@@ -50,7 +50,10 @@ class Fit:
 
     def __add__(self, other: Fit) -> Fit:
         counts = ("total", "differing", "changed", "hits", "wrong", "free")
-        return Fit(*(getattr(self, name) + getattr(other, name) for name in counts), unit_bytes=max(self.unit_bytes, other.unit_bytes))
+        return Fit(
+            *(getattr(self, name) + getattr(other, name) for name in counts),
+            unit_bytes=max(self.unit_bytes, other.unit_bytes),
+        )
 
     @property
     def exact(self) -> bool:

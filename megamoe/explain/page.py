@@ -68,14 +68,18 @@ def drawing(subject: Subject, budget: int) -> dict[str, Any]:
         "chunks": {str(c): [_packed(subject.expected, c), _packed(subject.actual, c)] for c in chunks},
         "density": _density(subject),
         "axes": _axes(subject),
-        "padding": bool((subject.locate(subject.positions)[subject.layout.axes[0].name] < 0).any()) if subject.layout.axes else False,
+        "padding": bool((subject.locate(subject.positions)[subject.layout.axes[0].name] < 0).any())
+        if subject.layout.axes
+        else False,
         "first": [int(p) for p in subject.positions[:256]],
     }
 
 
 def _layout_json(subject: Subject) -> dict[str, Any]:
     if isinstance(subject.layout, PlainLayout):
-        axes = [{"name": axis.name, "size": axis.size} for axis in subject.layout.axes] or [{"name": "index", "size": 1}]
+        axes = [{"name": axis.name, "size": axis.size} for axis in subject.layout.axes] or [
+            {"name": "index", "size": 1}
+        ]
         digits, memory, stride = [], [], 1
         for axis in reversed(axes):
             digits.insert(0, {"name": axis["name"], "axis": axis["name"], "part_of": axis["name"], "size": axis["size"],
@@ -153,7 +157,11 @@ def _density(subject: Subject) -> dict[str, Any]:
     counts = torch.bincount(cell, minlength=row_bins * column_bins)
     full = max(1.0, rows / row_bins * (columns / column_bins))
     shades = (counts.float() / full * 255).ceil().clamp(0, 255).to(torch.uint8)
-    return {"rows": row_bins, "columns": column_bins, "shades": base64.b64encode(shades.numpy().tobytes()).decode()}
+    return {
+        "rows": row_bins,
+        "columns": column_bins,
+        "shades": base64.b64encode(shades.numpy().tobytes()).decode(),
+    }
 
 
 def _axes(subject: Subject) -> list[dict[str, Any]]:
@@ -166,6 +174,15 @@ def _axes(subject: Subject) -> list[dict[str, Any]]:
         index = places[axis.name]
         index = index[index >= 0]
         bin_of = torch.arange(axis.size) * bins // max(1, axis.size)
-        counts = torch.bincount(bin_of[index], minlength=bins) / torch.bincount(bin_of, minlength=bins).clamp_min(1)
-        found.append({"name": axis.name, "size": axis.size, "counts": [round(float(c), 2) for c in counts], "words": words.get(axis.name, "")})
+        counts = torch.bincount(bin_of[index], minlength=bins) / torch.bincount(
+            bin_of, minlength=bins
+        ).clamp_min(1)
+        found.append(
+            {
+                "name": axis.name,
+                "size": axis.size,
+                "counts": [round(float(c), 2) for c in counts],
+                "words": words.get(axis.name, ""),
+            }
+        )
     return found

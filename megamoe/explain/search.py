@@ -30,7 +30,9 @@ from megamoe.explain.variants import Call, Replay, Variant
 
 _SUBSUMED = {"transposed": "mn_major_missing", "rows_permuted": ""}
 _MOST_PAIRS = 6000
-_FEW_FREE = 0.1  # of the differing units: a change that leaves more open is weighed against what the data shows
+_FEW_FREE = (
+    0.1  # of the differing units: a change that leaves more open is weighed against what the data shows
+)
 
 
 @dataclass(frozen=True)

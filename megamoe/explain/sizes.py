@@ -31,7 +31,9 @@ def layout_of_shape(name: str, shape: str | None, params: Mapping[str, Any]) -> 
             sizes[axis] = int(number)
     missing = [p for p in family.params if p not in sizes and p not in family.defaults]
     if missing:
-        raise InputError(f"{name} also needs {', '.join(f'--param {p}=...' for p in missing)} (its axes: {' x '.join(axes)})")
+        raise InputError(
+            f"{name} also needs {', '.join(f'--param {p}=...' for p in missing)} (its axes: {' x '.join(axes)})"
+        )
     try:
         return get_layout(name, **sizes)
     except (ValueError, TypeError) as error:

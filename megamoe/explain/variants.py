@@ -24,6 +24,7 @@ class Call:
     params: Mapping[str, Any]
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor] = field(default_factory=dict)
+    rows: Tensor | None = None  # which tokens of a larger call these are
 
     def tokens(self, rows: Tensor) -> Call:
         """The call with these token rows only (for operations whose tokens do not depend on each other)."""
@@ -38,7 +39,7 @@ class Call:
             if t.dim() and t.shape[0] >= number and n in TOKEN_OUTPUTS
         }
         params = {k: v for k, v in self.params.items() if k != "num_tokens"}
-        return Call(self.op, params, taken, outputs)
+        return Call(self.op, params, taken, outputs, rows)
 
     @property
     def num_tokens(self) -> int:
@@ -48,8 +49,20 @@ class Call:
         return 0
 
 
-TOKEN_INPUTS = ("x", "x_sf", "x_scales", "topk_idx", "hidden_states", "topk_ids", "topk_weights", "topk_idx_in", "topk_weights_in", "is_padding")
-TOKEN_OUTPUTS = ("y", 
+TOKEN_INPUTS = (
+    "x",
+    "x_sf",
+    "x_scales",
+    "topk_idx",
+    "hidden_states",
+    "topk_ids",
+    "topk_weights",
+    "topk_idx_in",
+    "topk_weights_in",
+    "is_padding",
+)
+TOKEN_OUTPUTS = (
+    "y",
     "x",
     "x_sf",
     "x_scales",

@@ -286,7 +286,11 @@ def _nvfp4(call: Call) -> Replay | None:
         yield from _routing_variants(call)
 
     def baseline(call: Call) -> Outputs:
-        found = {**outputs(call, recipe), **_routing_outputs(call, ROUTING), **_shared_outputs(call, staging.MXFP8)}
+        found = {
+            **outputs(call, recipe),
+            **_routing_outputs(call, ROUTING),
+            **_shared_outputs(call, staging.MXFP8),
+        }
         if "l2_alpha" in call.outputs and "w2_global_scale" in call.inputs:
             found["l2_alpha"] = call.inputs["w2_global_scale"].float() * _activation_scale(call)
         return found
@@ -351,6 +355,11 @@ def _nvfp4_variants(
             cause, "block scale", lambda call, r=rounding: _nvfp4_scale_rounding(call, recipe, r), 2
         )
     if recipe.levels == "token":
+        yield Variant(
+            "reciprocal_instead_of_division",
+            "elements times the reciprocal of the block scale",
+            lambda call: _times_reciprocal(call, recipe),
+        )
         for cause, detail, function in _OUTER_SCALE:
             yield Variant(cause, detail, lambda call, f=function: f(call, recipe))
 
@@ -364,6 +373,14 @@ def _e2m1(values: Tensor, recipe: Nvfp4Recipe) -> Tensor:
         nan_code=recipe.nan_code,
     )
     return formats.pack_e2m1(codes)
+
+
+def _times_reciprocal(call: Call, recipe: Nvfp4Recipe) -> Outputs:
+    hidden = _values(call).float()
+    groups = quantize_nvfp4(hidden, recipe)
+    assert groups.token_scales is not None
+    normalized = (hidden / groups.token_scales[:, None]).view(hidden.shape[0], -1, 16)
+    return placed(call, {"x": _e2m1((normalized * (1 / groups.scales).unsqueeze(-1)).view(hidden.shape), recipe)})
 
 
 def _nvfp4_twice(call: Call, recipe: Nvfp4Recipe, dtype: torch.dtype) -> Outputs:

@@ -9,16 +9,20 @@ import numpy as np
 import torch
 
 from tests.explain import faults as f
+from tests.explain import launches as launch
 from tests.explain import quantizers as q
 from tests.explain.faults import Fault
 from tests.explain.scenes import (
     Scene,
     eplb_scene,
+    fp4_launch_scene,
     fp8_scene,
+    launch_scene,
     layout_scene,
     nvfp4_block_scene,
     nvfp4_scene,
     plain_scene,
+    pre_dispatch_scene,
 )
 
 _cached = lru_cache(maxsize=64)
@@ -27,6 +31,9 @@ nvfp4 = _cached(nvfp4_scene)
 nvfp4_block = _cached(nvfp4_block_scene)
 eplb = _cached(eplb_scene)
 named = _cached(layout_scene)
+forward = _cached(launch_scene)
+fp4_forward = _cached(fp4_launch_scene)
+pre_dispatch = _cached(pre_dispatch_scene)
 
 
 @_cached
@@ -56,6 +63,7 @@ def _many(cause: str, name: str, inject: f.Inject, **scenes: object) -> list[Fau
 
 
 S = partial
+L = partial(forward, 5)
 U = partial(fp8, 200, 512, block_m=64)  # UE8M0, with pages
 SMALL = partial(fp8, 40, 256)
 WIDE = partial(fp8, 64, 2304, pitch=2)
@@ -161,6 +169,22 @@ CORPUS: list[Fault] = [
     *_many("global_scale_inverted", "values", f.nvfp4(normalize=lambda h, xs: (h * xs).astype(q.F)), two=N2),
     *_many("global_scale_missing", "alpha", f.alpha(lambda w, s: w), two=N2),
     *_many("global_scale_inverted", "alpha", f.alpha(lambda w, s: w / s), two=N2),
+    # ---- the forward
+    *_many("clamp_missing", "", lambda s: launch.launch(s), sm90=L),
+    *_many("clamp_symmetric", "", lambda s: launch.launch(s, **{**launch.clamped(s), "gate_bounds": lambda g: g.clamp(-s.params["clamp"], s.params["clamp"])}), sm90=L),
+    *_many("gate_up_swapped", "launch", lambda s: launch.launch(s, swap=True, **launch.clamped(s)), sm90=L),
+    *_many("activation_rounding", "", lambda s: launch.launch(s, before=lambda v: v.bfloat16().float(), **launch.clamped(s)), sm90=L),
+    *_many("routing_weight_misplaced", "none", lambda s: launch.launch(s, weigh=False, **launch.clamped(s)), sm90=L),
+    *_many("accumulation_order", "float64", lambda s: launch.launch(s, dot=launch.in_float64, **launch.clamped(s)), sm90=L),
+    *_many("gate_up_scale_shared", "", f.loaded_with(l1_alphas=lambda a: a[:, :1].repeat(1, 2)), gate=S(fp4_forward, 6)),
+    *_many("gate_up_scale_shared", "", f.loaded_with(l1_alphas=lambda a: a[:, 1:].repeat(1, 2)), up=S(fp4_forward, 6, 3)),
+    *_many("global_scale_missing", "launch", f.loaded_with(l2_alphas=torch.ones_like), l2=S(fp4_forward, 6)),
+    *_many("global_scale_inverted", "launch", f.loaded_with(l1_alphas=lambda a: 1 / a), l1=S(fp4_forward, 6)),
+    # ---- DeepGEMM's own staging, which divides
+    *_many("reciprocal_instead_of_division", "scale", f.pre_dispatched(scale=lambda a: (a * q.F(1 / 448)).astype(q.F)), sm90=S(pre_dispatch, 60, 512)),
+    *_many("amax_floor", "pre_dispatch", f.pre_dispatched(floor=1e-4), sm90=S(pre_dispatch, 60, 512)),
+    *_many("double_rounding", "pre_dispatch", f.pre_dispatched(between=f.through_bf16), sm90=S(pre_dispatch, 60, 512)),
+    *_many("reciprocal_instead_of_division", "nvfp4", f.nvfp4(element=lambda u, s: (u * (q.F(1) / s)).astype(q.F)), two=S(nvfp4, 300, 1024)),
     # ---- routing
     *_many("padding_sentinel", "0", f.sentinel(0), fp8=U, nvfp4=N2),
     *_many("padding_sentinel", "big", f.sentinel(2**31 - 1), fp8=SMALL),
@@ -171,5 +195,9 @@ CORPUS: list[Fault] = [
     *_many("padded_tokens_counted", "", f.mapped(f.right_replica, count_all=True), k4=S(eplb, 60, 4), k1=S(eplb, 33, 1)),
     *_many("replica_hash_width", "signed", f.mapped(f.signed_replica), k4=S(eplb, 60, 4)),
     *_many("replica_hash_width", "64", f.mapped(f.wide_replica), k4=S(eplb, 60, 4), k2=S(eplb, 130, 2)),
+    *_many("invalid_id_kept", "", f.ids_kept, k4=S(eplb, 60, 4)),
+    *_many("duplicate_experts", "", f.same_expert_again, fp8=SMALL),
+    *_many("rows_permuted", "", f.shuffled("x"), fp8=SMALL, nvfp4=N2),
+    *_many("nan_propagated", "", f.fp8(amax=f.amax_with_nan, power=f.power_of_nan), nans=S(fp8, 64, 512, kind="nans")),
     *_many("replica_by_slot", "", f.mapped(f.slot_replica), k4=S(eplb, 60, 4)),
 ]  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.explain import quantizers as q
-from tests.explain.scenes import Scene
+from tests.explain.scenes import Scene, fp4_launch
 
 Outputs = dict[str, Tensor]
 Inject = Callable[[Scene], Outputs]
@@ -416,13 +416,62 @@ def alpha(function: Callable[[np.ndarray, np.float32], np.ndarray]) -> Inject:
     return inject
 
 
-def one_scale_for_two(scene: Scene) -> Outputs:
-    """alphas [e, 2]: gate's applied to up as well. The output is what the two were applied to."""
-    alphas, plain = scene.inputs["alphas"].numpy(), scene.inputs["plain"].numpy()
-    actual = plain.copy()
-    for expert in range(plain.shape[0]):
-        actual[expert] *= alphas[expert, 0]
-    return {"output": torch.from_numpy(actual)}
+def loaded_with(**changes: Callable[[Tensor], Tensor]) -> Inject:
+    """A launch whose scales were loaded wrong: name of an input -> what became of it."""
+
+    def inject(scene: Scene) -> Outputs:
+        return fp4_launch({**scene.inputs, **{name: change(scene.inputs[name]) for name, change in changes.items()}})
+
+    return inject
+
+
+def pre_dispatched(**knobs: object) -> Inject:
+    def inject(scene: Scene) -> Outputs:
+        tokens = scene.params["num_tokens"]
+        right = {"floor": 1e-10, "scale": lambda a: (a / q.F(448)).astype(q.F)}
+        codes, scales = q.fp8_fp32(scene.hidden, 128, **{**right, **knobs})  # type: ignore[arg-type]
+        x, x_sf = copied(scene.expected["x"]), copied(scene.expected["x_sf"])
+        raw(x)[:tokens] = codes
+        x_sf[:tokens] = torch.from_numpy(scales)
+        return {"x": x, "x_sf": x_sf}
+
+    return inject
+
+
+def ids_kept(scene: Scene) -> Outputs:
+    """Ids outside the logical experts come out as they went in."""
+    ids = scene.inputs["topk_ids"]
+    outside = (ids < 0) | (ids >= scene.inputs["logical_replica_count"].numel())
+    return {"physical_ids": torch.where(outside, ids, scene.expected["physical_ids"])}
+
+
+def same_expert_again(scene: Scene) -> Outputs:
+    """The first choice of every third token in all of its slots."""
+    actual = scene.expected["topk_idx_out"].clone()
+    actual[::3] = torch.where(actual[::3] < 0, actual[::3], actual[::3, :1])
+    return {"topk_idx_out": actual}
+
+
+def shuffled(output: str, seed: int = 5) -> Inject:
+    def inject(scene: Scene) -> Outputs:
+        actual = copied(scene.expected[output])
+        raw(actual)[...] = raw(actual)[np.random.default_rng(seed).permutation(actual.shape[0])]
+        return {output: actual}
+
+    return inject
+
+
+def amax_with_nan(hidden: np.ndarray, group: int) -> np.ndarray:
+    """A NaN in the group wins."""
+    return np.abs(hidden).reshape(hidden.shape[0], -1, group).max(2).astype(np.float32)
+
+
+def power_of_nan(scale: np.ndarray) -> np.ndarray:
+    return np.where(np.isnan(scale), 127, q.ceil_power(np.nan_to_num(scale, nan=1.0)))
+
+
+def e4m3_inf_to_nan(values: np.ndarray) -> np.ndarray:
+    return np.where(np.isinf(values), np.uint8(0x7F), q.e4m3_saturating(values))
 
 
 def log2_ceiling(scale: np.ndarray) -> np.ndarray:

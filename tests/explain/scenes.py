@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,6 +51,8 @@ def hidden_states(tokens: int, hidden: int, seed: int, group: int = 32, kind: st
         values[2::5, -group] = 448.0 * 2.0 ** rng.integers(12, 15, values[2::5, -group].shape)
         if kind == "infs":
             values[rng.random(values.shape) < 0.002] = np.inf
+        if kind == "nans":
+            values[rng.random(values.shape) < 0.002] = np.nan
         if kind == "tiny":
             values[::2] *= 2.0**-36
     return torch.from_numpy(values.astype(np.float32)).to(torch.bfloat16)
@@ -182,5 +183,69 @@ def plain_scene(tensor: Tensor, name: str = "output") -> Scene:
     return Scene(None, {}, {}, {name: tensor})
 
 
-def eplb_state(scene: Scene) -> SimpleNamespace:
-    return SimpleNamespace(**scene.inputs)
+def launch_scene(tokens: int, seed: int = 0, *, hidden: int = 256, intermediate: int = 128, experts: int = 2, clamp: float | None = 1.0) -> Scene:
+    """fp8_mega_moe on one rank, exact exponentials, with every stage."""
+    from megamoe.suite.drivers.mega_moe import expected_fp8_mega_moe
+
+    rng = np.random.default_rng(seed)
+
+    def codes(*shape: int) -> Tensor:
+        values = rng.standard_normal(shape).astype(np.float32) * 16
+        return torch.from_numpy(values).to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def scales(center: float, *shape: int) -> Tensor:
+        return torch.from_numpy((np.exp2(rng.uniform(-1, 1, shape)) * center).astype(np.float32))
+
+    inputs = {
+        "x": codes(tokens, hidden),
+        "x_sf": scales(1 / 16, tokens, hidden // 128),
+        "topk_idx": torch.from_numpy(np.stack([rng.permutation(experts)[:2] for _ in range(tokens)])),
+        "topk_weights": torch.from_numpy(rng.uniform(0.1, 1.0, (tokens, 2)).astype(np.float32)),
+        "l1_w": codes(experts, 2 * intermediate, hidden),
+        "l1_w_sf": scales(1 / 64, experts, 2 * intermediate // 128, hidden // 128),
+        "l2_w": codes(experts, hidden, intermediate),
+        "l2_w_sf": scales(1 / 64, experts, hidden // 128, intermediate // 128),
+    }
+    params = {"tokens": [tokens], "clamp": clamp, "fast_math": False}
+    expected = expected_fp8_mega_moe(**inputs, tokens=[tokens], activation_clamp=clamp, fast_math=False)
+    return Scene("fp8_mega_moe", params, inputs, expected)
+
+
+def pre_dispatch_scene(tokens: int, hidden: int, seed: int = 0) -> Scene:
+    """mega_moe_pre_dispatch_sm90: scales by true division, groups of 128, five rows past the tokens."""
+    states = hidden_states(tokens, hidden, seed, 128)
+    given = routing(tokens, 6, 24, seed)
+    inputs = {"hidden_states": states, "topk_idx_in": given["topk_ids"].to(torch.int32), "topk_weights_in": given["topk_weights"]}
+    rows = tokens + 5
+    expected = {
+        "x": torch.full((rows, hidden), 0x5A, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "x_sf": torch.full((rows, hidden // 128), 7.0),
+        "topk_idx": torch.full((rows, 6), 77),
+        "topk_weights": torch.full((rows, 6), 7.0),
+    }
+    reference.mega_moe_pre_dispatch_sm90(states, inputs["topk_idx_in"], inputs["topk_weights_in"], *expected.values(), tokens)
+    return Scene("mega_moe_pre_dispatch_sm90", {"num_tokens": tokens}, inputs, expected)
+
+
+def fp4_launch_scene(tokens: int, seed: int = 0) -> Scene:
+    """fp4_fp4_mega_moe on one rank: gate and up have scales of their own."""
+    from tests.reference.mega_moe_inputs import draw_launch
+
+    drawn = draw_launch("sm100_fp4xfp4", (tokens,), experts=2, seed=seed)
+    given, weights = drawn.inputs[0], drawn.weights[0]
+    inputs = {"x": given.x, "x_sf": given.x_sf, "topk_idx": given.topk_idx, "topk_weights": given.topk_weights,
+              "l1_w": weights.l1, "l1_w_sf": weights.l1_sf, "l2_w": weights.l2, "l2_w_sf": weights.l2_sf,
+              "l1_alphas": weights.l1_alphas, "l2_alphas": weights.l2_alphas, "a2_scales": weights.a2_scales}  # fmt: skip
+    return Scene("fp4_fp4_mega_moe", {"fast_math": False}, {k: v for k, v in inputs.items() if v is not None}, fp4_launch(inputs))
+
+
+def fp4_launch(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """The reference's outputs for such inputs."""
+    from reference.mega_moe import Activation, ExpertWeights, LaunchConfig, RankInputs, forward
+
+    weights = ExpertWeights(inputs["l1_w"], inputs["l2_w"], inputs["l1_w_sf"], inputs["l2_w_sf"], inputs["l1_alphas"],
+                            inputs["l2_alphas"], inputs["a2_scales"])  # fmt: skip
+    rank = RankInputs(inputs["x"], inputs["x_sf"], inputs["topk_idx"], inputs["topk_weights"])
+    launch = LaunchConfig(128, inputs["l2_w"].shape[1])
+    result = forward("sm100_fp4xfp4", [rank], [weights], [launch], Activation(fast_math=False))[0]
+    return {"y": result.y, "stats": result.stats}

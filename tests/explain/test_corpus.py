@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.explain import Report, explain
+from megamoe.explain import CAUSES, Report, explain
 from tests.explain.corpus import CORPUS
 from tests.explain.faults import Fault, copied, with_noise
 from tests.explain.scenes import Scene
@@ -91,5 +91,11 @@ def test_noise_alone_is_unknown(number: int) -> None:
     assert {(finding.cause, finding.confidence) for finding in report.findings} == {("unknown", "unknown")}, str(report)
 
 
-def test_every_fault_differs_in_name() -> None:
+# Causes that need more than two recordings of one call, or that replace another one's name: they have tests of their own.
+ELSEWHERE = {"stale", "inf_handling", "scale_ceiling", "product_of_scales", "fast_math", "unknown"}
+
+
+def test_the_corpus_covers_the_vocabulary() -> None:
     assert len({fault.id for fault in CORPUS}) == len(CORPUS) >= 100
+    named = {cause.name for cause in CAUSES.values() if cause.family != "form"}
+    assert {fault.cause for fault in CORPUS} == named - ELSEWHERE
