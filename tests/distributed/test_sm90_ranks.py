@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import check_sm90_ranks as check
 from launches import RankCase, rank_cases
 
-from megamoe.bundle import read_bundle
+from megamoe.bundle import Case, read_bundle
 from megamoe.suite.drivers import nvcc_ahead
 from megamoe.suite.drivers.deep_gemm_sm90 import Launch, captured_output
 from megamoe.suite.drivers.mega_moe import FAMILY, split_ranks
@@ -28,6 +28,8 @@ from megamoe.suite.table import select_implementations, table
 from reference.mega_moe import Activation, forward
 
 pytestmark = pytest.mark.timeout(900)
+
+RECORDED = read_bundle(Path(__file__).parents[1] / "goldens" / "sm90_two_ranks.safetensors").cases
 
 
 @pytest.fixture(scope="module")
@@ -271,3 +273,34 @@ def test_ranks_of_different_numbers_are_refused() -> None:
     launch = check.ranked_launch(rank_cases(2)[0])
     with pytest.raises(ValueError, match="launches: expected the same number of ranks"):
         launch_ranks([launch, replace(launch, tokens=(1, 2, 3))])
+
+
+RECORDED = read_bundle(Path(__file__).parents[1] / "goldens" / "sm90_two_ranks.safetensors").cases
+
+
+def test_recorded_launches_cover_what_ranks_get_wrong() -> None:
+    """Their bytes are compared in tests/test_goldens.py, on any machine."""
+    tokens = [case.params["tokens"] for case in RECORDED]
+    assert len(RECORDED) >= 4
+    assert all(len(each) == 2 for each in tokens)
+    assert any(0 in each for each in tokens)
+    assert {case.params["routing"] for case in RECORDED} == {"uniform", "one_rank", "replicas"}
+    assert any(case.params["masked"] > 0 for case in RECORDED)
+    tiles = {
+        tuple(config.tile for config in split_ranks(list(case.inputs.values())[:8], case.params["tokens"])[2])
+        for case in map(in_order, RECORDED)
+    }
+    assert (128, 64) in tiles
+
+
+def in_order(case: Case) -> Case:
+    """The case with its inputs in the order of the row's signature."""
+    return replace(case, inputs={name: case.inputs[name] for name in check.NAMES})
+
+
+def test_recorded_launches_come_out_of_one_process_a_rank() -> None:
+    (processes,) = select_implementations(table()["fp8_mega_moe"], "processes", "cpu")
+    case = next(each for each in RECORDED if 0 in each.params["tokens"])
+    result = replay_case(case, processes)
+    assert result.status == "passed", result.problems()
+    assert {output.output for output in result.outputs} == set(case.outputs)

@@ -14,7 +14,8 @@ come back in that recording's own order, laid over it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,67 +35,90 @@ from reference.mega_moe.dispatch import Pool, build_pool
 from reference.mega_moe.forward import scale_rows
 from reference.mega_moe.match import match_rows
 
-__all__ = ["POOL_STAGES", "STAGES", "deep_gemm_fp8_mega_moe", "expected_fp8_mega_moe", "split_ranks"]
+__all__ = [
+    "POOL_STAGES",
+    "STAGES",
+    "WholeLaunch",
+    "deep_gemm_fp8_mega_moe",
+    "expected_fp8_mega_moe",
+    "join_ranks",
+    "split_ranks",
+    "whole_launch",
+]
 
 FAMILY = "sm90_fp8xfp8"
 POOL_STAGES = ("l1_acts", "l1_acts_sf", "l2_acts", "l2_acts_sf")
 STAGES = (*POOL_STAGES, "combine", "y", "stats")
 
 
-def expected_fp8_mega_moe(
-    x: Tensor,
-    x_sf: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    l1_w: Tensor,
-    l1_w_sf: Tensor,
-    l2_w: Tensor,
-    l2_w_sf: Tensor,
-    tokens: Sequence[int],
-    activation_clamp: float | None = None,
-    fast_math: bool = True,
-    recorded: Sequence[Tensor] | None = None,
-) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class WholeLaunch:
+    """The arguments of a row's function: tensors x, x_sf, topk_idx, topk_weights, l1_w, l1_w_sf, l2_w,
+    l2_w_sf."""
+
+    tensors: tuple[Tensor, ...]
+    tokens: tuple[int, ...]
+    clamp: float | None
+    fast_math: bool
+    recorded: Sequence[Tensor] | None
+
+    @property
+    def activation(self) -> Activation:
+        return Activation(clamp=self.clamp, fast_math=self.fast_math)
+
+
+def whole_launch(body: Callable[[WholeLaunch], dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    """``body`` under the signature that all functions of the row have."""
+
+    def call(
+        x: Tensor,
+        x_sf: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        l1_w: Tensor,
+        l1_w_sf: Tensor,
+        l2_w: Tensor,
+        l2_w_sf: Tensor,
+        tokens: Sequence[int],
+        activation_clamp: float | None = None,
+        fast_math: bool = True,
+        recorded: Sequence[Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        tensors = (x, x_sf, topk_idx, topk_weights, l1_w, l1_w_sf, l2_w, l2_w_sf)
+        return body(WholeLaunch(tensors, tuple(tokens), activation_clamp, fast_math, recorded))
+
+    call.__name__, call.__doc__, call.__module__ = body.__name__, body.__doc__, body.__module__
+    return call
+
+
+@whole_launch
+def expected_fp8_mega_moe(launch: WholeLaunch) -> dict[str, Tensor]:
     """The reference: all ranks in this process."""
-    tensors = (x, x_sf, topk_idx, topk_weights, l1_w, l1_w_sf, l2_w, l2_w_sf)
-    inputs, weights, launches = split_ranks(tensors, tokens)
-    activation = Activation(clamp=activation_clamp, fast_math=fast_math)
-    results = forward(FAMILY, inputs, weights, launches, activation)
-    if recorded is None:
+    inputs, weights, launches = split_ranks(launch.tensors, launch.tokens)
+    results = forward(FAMILY, inputs, weights, launches, launch.activation)
+    if launch.recorded is None:
         return join_ranks([(each.pool, each.used, each.stages, each.y, each.stats) for each in results])
     if len(results) != 1:
         raise ValueError(f"recorded: expected a recording of one rank, got {len(results)} ranks")
-    return _over_recording(results[0], recorded)
+    return _over_recording(results[0], launch.recorded)
 
 
-def deep_gemm_fp8_mega_moe(
-    x: Tensor,
-    x_sf: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    l1_w: Tensor,
-    l1_w_sf: Tensor,
-    l2_w: Tensor,
-    l2_w_sf: Tensor,
-    tokens: Sequence[int],
-    activation_clamp: float | None = None,
-    fast_math: bool = True,
-    recorded: Sequence[Tensor] | None = None,
-) -> dict[str, Tensor]:
+@whole_launch
+def deep_gemm_fp8_mega_moe(launch: WholeLaunch) -> dict[str, Tensor]:
     """The library's kernel: one rank in this process, several in one process a GPU."""
     from megamoe.suite.drivers.sm90_ranks import RankedLaunch, launch_ranks
 
-    if recorded is not None:
+    if launch.recorded is not None:
         raise ValueError("recorded: a launch has an order of its own")
-    tensors = (x, x_sf, topk_idx, topk_weights, l1_w, l1_w_sf, l2_w, l2_w_sf)
-    (launched,) = launch_ranks([RankedLaunch(tensors, tuple(tokens), activation_clamp, fast_math)])
-    ids = torch.split(topk_idx, list(tokens))
-    _, _, launches = split_ranks(tensors, tokens)
+    launched = launch_ranks([RankedLaunch(launch.tensors, launch.tokens, launch.clamp, launch.fast_math)])[0]
+    topk_idx, experts = launch.tensors[2], len(launch.tensors[4])
+    ids, device = torch.split(topk_idx, list(launch.tokens)), topk_idx.device
+    _, _, launches = split_ranks(launch.tensors, launch.tokens)
     joined = []
-    for rank, launch in enumerate(launched):
-        pool = build_pool(ids, rank, len(l1_w), launches[rank].tile)
-        stages = {name: stage.to(x.device) for name, stage in launch.stages.items()}
-        joined.append((pool, ids[rank] >= 0, stages, launch.y.to(x.device), launch.stats.to(x.device)))
+    for rank, left in enumerate(launched):
+        pool = build_pool(ids, rank, experts, launches[rank].tile)
+        stages = {name: stage.to(device) for name, stage in left.stages.items()}
+        joined.append((pool, ids[rank] >= 0, stages, left.y.to(device), left.stats.to(device)))
     return join_ranks(joined)
 
 

@@ -61,20 +61,26 @@ def _routes(params: dict[str, Any], rank: int, g: torch.Generator) -> Tensor:
     ranks = len(params["tokens"])
     if params["routing"] == "one_rank":
         local = experts // ranks
-        return torch.rand(count, local, generator=g).topk(min(topk, local), dim=1).indices + experts - local
+        return _distinct(count, local, min(topk, local), g) + experts - local
     if params["routing"] == "one_expert":
-        rest = torch.rand(count, experts - 1, generator=g).topk(topk - 1, dim=1).indices + 1
+        rest = _distinct(count, experts - 1, topk - 1, g) + 1
         return torch.cat((torch.zeros(count, 1, dtype=torch.int64), rest), dim=1)
     if params["routing"] == "replicas":
         return _replicated(count, experts, topk, g)
-    return torch.rand(count, experts, generator=g).topk(topk, dim=1).indices
+    return _distinct(count, experts, topk, g)
+
+
+def _distinct(rows: int, values: int, picks: int, g: torch.Generator) -> Tensor:
+    """int64 [rows, picks]: different numbers below ``values`` in each row."""
+    chosen: Tensor = torch.rand(rows, values, generator=g).topk(picks, dim=1).indices
+    return chosen
 
 
 def _replicated(count: int, physical: int, topk: int, g: torch.Generator) -> Tensor:
     """Half as many logical experts, each with two replicas half the physical experts apart: on different
     ranks."""
     logical = physical // 2
-    ids = torch.rand(count, logical, generator=g).topk(min(topk, logical), dim=1).indices
+    ids = _distinct(count, logical, min(topk, logical), g)
     slots = torch.stack((torch.arange(logical), torch.arange(logical) + logical), dim=1)
     load = torch.zeros(physical, dtype=torch.int32)
     replicas = torch.full((logical,), 2, dtype=torch.int64)
