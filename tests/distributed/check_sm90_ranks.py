@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--record", type=Path)
     parser.add_argument("--only", help="substring of the launches' names")
-    parser.add_argument("--functions", choices=("model", "hardware", "both"), default="both")
+    parser.add_argument("--functions", choices=("model", "hardware", "both"), default="model")
     arguments = parser.parse_args()
     cases = [
         each for each in rank_cases(arguments.ranks) if arguments.only is None or arguments.only in each.name

@@ -61,7 +61,7 @@ def _routes(params: dict[str, Any], rank: int, g: torch.Generator) -> Tensor:
     ranks = len(params["tokens"])
     if params["routing"] == "one_rank":
         local = experts // ranks
-        return _distinct(count, local, min(topk, local), g) + experts - local
+        return _distinct(count, local, min(topk, local), g).add(experts - local)
     if params["routing"] == "one_expert":
         rest = _distinct(count, experts - 1, topk - 1, g) + 1
         return torch.cat((torch.zeros(count, 1, dtype=torch.int64), rest), dim=1)
