@@ -13,7 +13,7 @@ from expert_modules import KINDS, make_experts
 
 from megamoe.backends import EmulatedMegaMoEBackend
 from megamoe.experts.finalize import prove_dropped, shares_storage
-from megamoe.experts.module import permute_rows
+from megamoe.experts.migration import permute_rows
 
 HIDDEN, INTER, EXPERTS = 256, 256, 4
 
