@@ -68,9 +68,14 @@ def explain_case(case: CasePair) -> Report:
     for subject in subjects:
         if subject.count:
             known = _intermediates(replay, call, subject)
-            findings.extend(_findings(subject, candidates[subject.name], known))
+            judged = subject.name in replayable
+            findings.extend(_findings(subject, candidates[subject.name], known, judged))
     if any(f.cause == "unknown" for f in findings) and replay is None and not notes:
-        notes.append("without the operation and its inputs no arithmetic was replayed")
+        notes.append(
+            "without the operation and its inputs no arithmetic was replayed"
+            if call is None
+            else f"nothing in {case.op} could be replayed from these inputs and outputs"
+        )
     order = {"unique": 0, "ambiguous": 1, "unknown": 2}
     findings.sort(key=lambda finding: order[finding.confidence])
     return Report((*forms, *findings), compared, tuple(notes), subjects=tuple(s for s in subjects if s.count))
@@ -154,8 +159,14 @@ def _findings(subject: Subject, candidates: list[Candidate], known: Intermediate
         detail = _hint(subject)
         return [Finding(subject.name, "unknown", "unknown", (), *common, detail=detail, unit=unit)]
     best, *others = candidates
+    doubts = () if judged else best.doubts
     alternatives = tuple(
-        dict.fromkeys(cause for other in others for cause in other.causes if cause not in best.causes)
+        dict.fromkeys(
+            cause
+            for causes in (*(other.causes for other in others), doubts)
+            for cause in causes
+            if cause not in best.causes
+        )
     )
     confidence = "ambiguous" if alternatives else "unique"
     decide = (

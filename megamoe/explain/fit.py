@@ -24,7 +24,8 @@ MAX_FREE = 0.7  # of the differing units
 @dataclass(frozen=True)
 class Step:
     """One named change. source: positions (int64) -> positions read, -1 where nothing is written. value: units -> units.
-    cost: 1 for a change without a parameter, 2 with one, 3 for one that was read off the data."""
+    cost: 1 for a change without a parameter, 2 with one, 3 for one that was read off the data. doubts: causes that look the
+    same where no arithmetic was replayed."""
 
     cause: str
     detail: str
@@ -32,6 +33,7 @@ class Step:
     source: Callable[[Tensor], Tensor] | None = None
     value: Callable[[Tensor], Tensor] | None = None
     min_hits: int = 1
+    doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ _FP8 = ("e4m3fn", "ue4m3")
 @dataclass(frozen=True)
 class Given:
     """predicted: units of the whole memory, with what is known of them. by_construction: copied from the actual side where
-    the pattern holds, so only the number of explained differences speaks for it. chance: that a random difference matches."""
+    the pattern holds, so only the number of explained differences speaks for it."""
 
     cause: str
     detail: str
@@ -29,9 +29,9 @@ class Given:
     predicted: Tensor
     known: Tensor | None = None
     by_construction: bool = False
-    chance: float = 1 / 255
     min_hits: int = 4
     grain: int = 1  # units that one wrong byte spoils together
+    doubts: tuple[str, ...] = ()
 
     def fit(self, subject: Subject) -> Fit:
         known = torch.ones_like(subject.different) if self.known is None else self.known
@@ -45,7 +45,8 @@ def value_steps(subject: Subject) -> Iterator[Step]:
     """Maps from code to code, applied to every unit."""
     if subject.role == "scale" and subject.unit_bits == 8:
         yield Step("scale_plus_one", "every scale", 1, value=lambda u: u + 1)
-        yield Step("scale_minus_one", "every scale", 1, value=lambda u: u - 1)
+        doubts = ("scale_rounding_floor",) if subject.code == "ue8m0" else ()
+        yield Step("scale_minus_one", "every scale", 1, value=lambda u: u - 1, doubts=doubts)
     if subject.role == "scale" and subject.code == "float32":
         yield Step("scale_plus_one", "every scale doubled", 1, value=lambda u: u + (1 << 23))
         yield Step("scale_minus_one", "every scale halved", 1, value=lambda u: u - (1 << 23))
@@ -113,8 +114,9 @@ def _some_units(subject: Subject) -> Iterator[Given]:
     expected, actual = subject.expected[subject.positions], subject.actual[subject.positions]
     if subject.role == "scale" and subject.unit_bits == 8:
         step = actual.to(torch.int16) - expected.to(torch.int16)
-        yield from _where(subject, step == 1, "scale_plus_one", "some scales")
-        yield from _where(subject, step == -1, "scale_minus_one", "some scales")
+        up, down = _DOUBTS.get(subject.code, ((), ()))
+        yield from _where(subject, step == 1, "scale_plus_one", "some scales", doubts=up)
+        yield from _where(subject, step == -1, "scale_minus_one", "some scales", doubts=down)
         if subject.code in _FP8:
             yield from _where(subject, step == 8, "scale_plus_one", "some scales doubled")
             yield from _where(subject, step == -8, "scale_minus_one", "some scales halved")
@@ -142,17 +144,30 @@ def _some_units(subject: Subject) -> Iterator[Given]:
         yield from _where(subject, became_nan, "overflow_nan", "448 became NaN")
 
 
+# What else makes some scales one code larger, or smaller, where no arithmetic was replayed.
+_ROUNDED = ("division_instead_of_reciprocal", "ties_away")
+_DOUBTS = {
+    "ue8m0": (("scale_rounding_log2",), ("scale_rounding_floor", "scale_rounding_nearest")),
+    "ue4m3": (_ROUNDED, _ROUNDED),
+}
+
+
 def _where(
-    subject: Subject, matches: Tensor, cause: str, detail: str, chance: float = 1 / 255
+    subject: Subject,
+    matches: Tensor,
+    cause: str,
+    detail: str,
+    chance: float = 1 / 255,
+    doubts: tuple[str, ...] = (),
 ) -> Iterator[Given]:
     hits = int(matches.sum())
-    # One match in a whole tensor says nothing; with every difference of that kind, three do.
-    if hits < 3 or hits < 0.05 * matches.numel():
+    # As many as random differences would match say nothing.
+    if hits < 3 + 4 * chance * matches.numel() or hits < 0.05 * matches.numel():
         return
     predicted = subject.expected.clone()
     places = subject.positions[matches]
     predicted[places] = subject.actual[places]
-    yield Given(cause, detail, 4, predicted, by_construction=True, chance=chance, min_hits=3)
+    yield Given(cause, detail, 4, predicted, by_construction=True, min_hits=3, doubts=doubts)
 
 
 def _earlier(subject: Subject) -> Iterator[Given]:
@@ -355,7 +370,7 @@ def _sentinel(subject: Subject, matches: Tensor, cause: str, detail: str) -> Ite
     predicted = subject.expected.clone()
     places = subject.positions[matches]
     predicted[places] = subject.actual[places]
-    yield Given(cause, detail, 3, predicted, by_construction=True, chance=1e-6, min_hits=1)
+    yield Given(cause, detail, 3, predicted, by_construction=True, min_hits=1)
 
 
 def _duplicate_experts(subject: Subject) -> Iterator[Given]:

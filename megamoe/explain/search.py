@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Candidate:
     fits: Mapping[str, Fit]
     min_hits: int = 1
     by_construction: bool = False
-    changed_units: Tensor | None = field(default=None, repr=False)
+    doubts: tuple[str, ...] = ()
 
     def explains(self, output: str) -> bool:
         fit = self.fits.get(output)
@@ -128,12 +128,21 @@ def _of_steps(subject: Subject, steps: Sequence[Step]) -> Candidate:
         cost,
         {subject.name: fit_all(subject, steps)},
         max(s.min_hits for s in steps),
+        doubts=tuple(cause for s in steps for cause in s.doubts),
     )
 
 
 def _of_given(subject: Subject, pattern: Given) -> Candidate:
-    return Candidate((pattern.cause,), pattern.detail, pattern.cost, {subject.name: pattern.fit(subject)}, pattern.min_hits,
-                     pattern.by_construction)  # fmt: skip
+    fits = {subject.name: pattern.fit(subject)}
+    return Candidate(
+        (pattern.cause,),
+        pattern.detail,
+        pattern.cost,
+        fits,
+        pattern.min_hits,
+        pattern.by_construction,
+        pattern.doubts,
+    )
 
 
 def _pairs(subject: Subject, steps: Sequence[Step], sample: Tensor) -> Iterator[list[Step]]:

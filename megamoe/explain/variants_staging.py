@@ -80,7 +80,9 @@ _NVFP4_KNOBS: list[tuple[str, str, dict[str, Any], int]] = [
 
 @replays("prepare_megamoe_inputs", "mega_moe_pre_dispatch", "mega_moe_pre_dispatch_sm90")
 def _fp8(call: Call) -> Replay | None:
-    if "hidden_states" not in call.inputs or "x" not in call.outputs:
+    if "hidden_states" not in call.inputs or not {"x", "x_sf", "x_scales", "shared_x_sf", "l2_alpha"} & set(
+        call.outputs
+    ):
         return _routing_only(call)
     recipe = _fp8_recipe(call)
     if recipe is None:
@@ -122,7 +124,7 @@ def _fp8_recipe(call: Call) -> Fp8GroupRecipe | None:
         {"mxfp8": "fp8_ue8m0_g32", "fp8_g128_f32": "fp8_fp32_g128"}.get(str(params.get("hidden_quant")), ""),
     ]
     if "pre_dispatch" in call.op:
-        fp4 = call.outputs["x"].shape[-1] * 2 == _hidden(call).shape[-1]
+        fp4 = "x" in call.outputs and call.outputs["x"].shape[-1] * 2 == _hidden(call).shape[-1]
         names.append(
             "fp8_fp32_g128_divide"
             if "sm90" in call.op
@@ -270,7 +272,9 @@ def _with_exponents(hidden: Tensor, recipe: Fp8GroupRecipe, how: str, step: int 
     "prepare_megamoe_nvfp4_inputs", "prepare_megamoe_nvfp4_block_inputs", "prepare_megamoe_nvfp4_with_norm"
 )
 def _nvfp4(call: Call) -> Replay | None:
-    if "hidden_states" not in call.inputs or "x" not in call.outputs:
+    if "hidden_states" not in call.inputs or not {"x", "x_sf", "x_scales", "shared_x_sf", "l2_alpha"} & set(
+        call.outputs
+    ):
         return _routing_only(call)
     recipe = cast(
         Nvfp4Recipe, RECIPES["nvfp4_token" if call.op == "prepare_megamoe_nvfp4_inputs" else "nvfp4_block"]
@@ -380,7 +384,9 @@ def _times_reciprocal(call: Call, recipe: Nvfp4Recipe) -> Outputs:
     groups = quantize_nvfp4(hidden, recipe)
     assert groups.token_scales is not None
     normalized = (hidden / groups.token_scales[:, None]).view(hidden.shape[0], -1, 16)
-    return placed(call, {"x": _e2m1((normalized * (1 / groups.scales).unsqueeze(-1)).view(hidden.shape), recipe)})
+    return placed(
+        call, {"x": _e2m1((normalized * (1 / groups.scales).unsqueeze(-1)).view(hidden.shape), recipe)}
+    )
 
 
 def _nvfp4_twice(call: Call, recipe: Nvfp4Recipe, dtype: torch.dtype) -> Outputs:
