@@ -49,7 +49,7 @@ from reference.mega_moe import (
     forward,
     get_family,
 )
-from reference.mega_moe.forward import scale_rows
+from reference.mega_moe.stages import scale_rows
 from reference.mega_moe.values import act_values, weight_values
 from reference.tensor_core import FAMILIES as MMA_FAMILIES
 

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 
 from reference._checks import check_tensor, require
-from reference.formats import pack_scale_words, unpack_e2m1, unpack_scale_words
+from reference.formats import unpack_scale_words
 from reference.heuristics import get_block_m_for_mega_moe, get_block_m_for_nvfp4_mega_moe
+from reference.mega_moe.buffer_io import read_inputs, write_results
 from reference.mega_moe.distributed import forward_rank
 from reference.mega_moe.epilogue import Activation
-from reference.mega_moe.families import FAMILIES, MegaMoeFamily
-from reference.mega_moe.forward import RankResult
-from reference.mega_moe.inputs import PostNorm, RankInputs, SharedExpert
+from reference.mega_moe.families import FAMILIES
+from reference.mega_moe.inputs import PostNorm, SharedExpert
 from reference.mega_moe.kernel_weights import Weights, from_kernel_layout
 from reference.mega_moe.launch import LaunchConfig, sm90_launch_config
-from reference.scale_pages import page_rows, read_scale_pages, write_scale_pages
+from reference.scale_pages import read_scale_pages
 
 __all__ = ["bf16_mega_moe", "fp4_fp4_mega_moe", "fp8_fp4_mega_moe", "fp8_mega_moe", "nvfp4_mega_moe"]
 
@@ -64,10 +64,10 @@ def fp8_mega_moe(
         hidden=sym_buffer.hidden,
         intermediate_hidden=sym_buffer.intermediate_hidden,
     )
-    inputs = _inputs(family, sym_buffer, tokens)
+    inputs = read_inputs(family, sym_buffer, tokens)
     weights = from_kernel_layout(family, l1_weights, l2_weights)
     result = forward_rank(family, inputs, weights, launch, options, sym_buffer.group)
-    _store(family, result, y, sym_buffer, cumulative_local_expert_recv_stats)
+    write_results(family, result, y, sym_buffer, cumulative_local_expert_recv_stats)
 
 
 def fp8_fp4_mega_moe(
@@ -94,7 +94,7 @@ def fp8_fp4_mega_moe(
     options = _activation(activation, activation_clamp, activation_alpha, activation_beta, fast_math)
     tokens = _check_call(y, sym_buffer, cumulative_local_expert_recv_stats)
     launch = _sm100_launch(sym_buffer, tokens)
-    inputs = _inputs(family, sym_buffer, tokens)
+    inputs = read_inputs(family, sym_buffer, tokens)
     shared = _shared("sm100_fp8xfp8", shared_l1_weights, shared_l2_weights, sym_buffer)
     if shared is not None:
         # The kernel reads the pages, not x_sf: a page laid out for another tile height shows.
@@ -102,7 +102,7 @@ def fp8_fp4_mega_moe(
         inputs = replace(inputs, shared_x=inputs.x, shared_x_sf=unpack_scale_words(pages))
     weights = from_kernel_layout(family, l1_weights, l2_weights)
     result = forward_rank(family, inputs, weights, launch, options, sym_buffer.group, shared=shared)
-    _store(family, result, y, sym_buffer, cumulative_local_expert_recv_stats)
+    write_results(family, result, y, sym_buffer, cumulative_local_expert_recv_stats)
 
 
 def bf16_mega_moe(
@@ -127,14 +127,14 @@ def bf16_mega_moe(
     options = _activation(activation, activation_clamp, activation_alpha, activation_beta, fast_math)
     tokens = _check_call(y, sym_buffer, cumulative_local_expert_recv_stats)
     launch = _sm100_launch(sym_buffer, tokens)
-    inputs = _inputs(family, sym_buffer, tokens)
+    inputs = read_inputs(family, sym_buffer, tokens)
     shared = _shared("sm100_bf16", shared_l1_weights, shared_l2_weights, sym_buffer)
     norm = _norm(post_expert_norm_gamma, post_expert_norm_eps, sym_buffer.hidden)
     weights = from_kernel_layout(family, l1_weights, l2_weights)
     result = forward_rank(
         family, inputs, weights, launch, options, sym_buffer.group, shared=shared, norm=norm
     )
-    _store(family, result, y, sym_buffer, cumulative_local_expert_recv_stats)
+    write_results(family, result, y, sym_buffer, cumulative_local_expert_recv_stats)
 
 
 def nvfp4_mega_moe(
@@ -173,7 +173,7 @@ def nvfp4_mega_moe(
     ranks, experts = sym_buffer.group.size(), sym_buffer.num_experts
     limits = sym_buffer.num_max_tokens_per_rank, tokens, sym_buffer.num_topk
     launch = LaunchConfig(get_block_m_for_nvfp4_mega_moe(ranks, experts, *limits), sym_buffer.hidden)
-    inputs = _inputs(family, sym_buffer, tokens)
+    inputs = read_inputs(family, sym_buffer, tokens)
     if use_x_scales:
         inputs = replace(inputs, x_scales=sym_buffer.x_scales[:tokens].clone())
     scaled = not isinstance(shared_l1_weights, Tensor)
@@ -199,7 +199,7 @@ def nvfp4_mega_moe(
         shared=shared,
         l2_activation_scale=l2_activation_scale,
     )
-    _store(family, result, y, sym_buffer, cumulative_local_expert_recv_stats)
+    write_results(family, result, y, sym_buffer, cumulative_local_expert_recv_stats)
 
 
 def fp4_fp4_mega_moe(
@@ -230,7 +230,7 @@ def fp4_fp4_mega_moe(
     together = (shared_l1_weights is None) == (x_bf16 is None)
     require(together, "x_bf16", "a tensor if and only if there are shared weights", "one without the other")
     launch = _sm100_launch(sym_buffer, tokens)
-    inputs = replace(_inputs(family, sym_buffer, tokens), shared_x=x_bf16)
+    inputs = replace(read_inputs(family, sym_buffer, tokens), shared_x=x_bf16)
     shared = _shared("sm100_bf16", shared_l1_weights, shared_l2_weights, sym_buffer)
     norm = _norm(post_expert_norm_gamma, post_expert_norm_eps, sym_buffer.hidden)
     weights = from_kernel_layout(family, l1_weights, l2_weights)
@@ -238,7 +238,7 @@ def fp4_fp4_mega_moe(
     result = forward_rank(
         family, inputs, weights, launch, options, sym_buffer.group, shared=shared, norm=norm
     )
-    _store(family, result, y, sym_buffer, cumulative_local_expert_recv_stats)
+    write_results(family, result, y, sym_buffer, cumulative_local_expert_recv_stats)
 
 
 def _check_recipe(recipe: Sequence[int], expected: tuple[int, int, int]) -> None:
@@ -281,23 +281,6 @@ def _sm100_launch(buffer: Any, tokens: int) -> LaunchConfig:
     return LaunchConfig(block_m, buffer.hidden)
 
 
-def _inputs(family: MegaMoeFamily, buffer: Any, tokens: int) -> RankInputs:
-    """This rank's staged tokens, copied out of the buffer and unpacked."""
-    x = buffer.x[:tokens].clone()
-    if family.act_format != "bf16":
-        x = x.view(torch.uint8)
-    x_sf = None
-    if family.act_group is not None:
-        x_sf = buffer.x_sf[:tokens].clone()
-        x_sf = x_sf if family.scale_format is None else unpack_scale_words(x_sf)
-    return RankInputs(
-        x=unpack_e2m1(x) if family.act_format == "e2m1" else x,
-        x_sf=x_sf,
-        topk_idx=buffer.topk_idx[:tokens].clone(),
-        topk_weights=buffer.topk_weights[:tokens].clone(),
-    )
-
-
 def _shared(name: str, l1: Weights | None, l2: Weights | None, buffer: Any) -> SharedExpert | None:
     require((l1 is None) == (l2 is None), "shared_l2_weights", "given with shared_l1_weights", "one of them")
     expected = buffer.num_shared_experts > 0
@@ -313,37 +296,3 @@ def _norm(gamma: Tensor | None, eps: float, hidden: int) -> PostNorm | None:
         return None
     check_tensor("post_expert_norm_gamma", gamma, dtypes=(torch.float32,), shape=(hidden,))
     return PostNorm(gamma, eps)
-
-
-def _store(family: MegaMoeFamily, result: RankResult, y: Tensor, buffer: Any, stats: Tensor | None) -> None:
-    """Writes what the launch leaves. The pool is stored modulo the buffer's ring, block after block."""
-    y.copy_(result.y)
-    if stats is not None:
-        stats += result.stats
-    tile = result.pool.tile
-    blocks = buffer.l1_acts.shape[0] // tile
-    for name in ("l1_acts", "l1_acts_sf", "l2_acts", "l2_acts_sf"):
-        if name not in result.stages:
-            continue
-        block_rows = page_rows(tile) if name.endswith("_sf") else tile
-        _write_ring(getattr(buffer, name), result.stages[name], result.live[name], blocks * block_rows)
-    if "shared_l2_acts" in result.stages:
-        rows = result.stages["shared_l2_acts"]
-        buffer.shared_l2_acts[: len(rows)].copy_(rows.view(buffer.shared_l2_acts.dtype))
-    if "shared_l2_acts_sf" in result.stages:
-        write_scale_pages(
-            pack_scale_words(result.stages["shared_l2_acts_sf"]), tile, buffer.shared_l2_acts_sf
-        )
-
-
-def _write_ring(target: Tensor, rows: Tensor, live: Tensor, ring_rows: int) -> None:
-    """Live rows to their place modulo ring_rows; where the ring comes round, the later row stays."""
-    target, rows = _bits(target), _bits(rows)
-    for start in range(0, len(rows), ring_rows):
-        here = live[start : start + ring_rows].nonzero()[:, 0]
-        target[here] = rows[start + here]
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Its bytes or words as integers: float8 cannot be indexed everywhere."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])

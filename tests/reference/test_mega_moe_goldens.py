@@ -17,8 +17,8 @@ from reference.mega_moe import (
     get_family,
     sm90_launch_config,
 )
-from reference.mega_moe.forward import scale_rows
 from reference.mega_moe.match import match_rows
+from reference.mega_moe.stages import scale_rows
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "sm90_mega_moe.safetensors"
 CASES = {case.case: case for case in read_bundle(GOLDENS).cases if case.op == "fp8_mega_moe"}

@@ -22,7 +22,7 @@ from reference.mega_moe import (
     forward,
     sm90_launch_config,
 )
-from reference.mega_moe.forward import scale_rows
+from reference.mega_moe.stages import scale_rows
 from reference.scale_pages import write_scale_pages
 from reference.symm_buffer import SymmBuffer
 from reference.weights import transform_weights_for_mega_moe, transform_weights_for_mega_moe_sm90

@@ -32,8 +32,8 @@ from reference.mega_moe import (
     sm90_launch_config,
 )
 from reference.mega_moe.dispatch import Pool, build_pool
-from reference.mega_moe.forward import scale_rows
 from reference.mega_moe.match import match_rows
+from reference.mega_moe.stages import scale_rows
 
 __all__ = [
     "POOL_STAGES",

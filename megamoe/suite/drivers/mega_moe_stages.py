@@ -14,8 +14,8 @@ from torch import Tensor
 
 from reference.mega_moe import RankResult, get_family
 from reference.mega_moe.dispatch import Pool
-from reference.mega_moe.forward import scale_rows
 from reference.mega_moe.match import rows_by_source
+from reference.mega_moe.stages import scale_rows
 
 __all__ = ["StageDifference", "compare_stages", "pool_order"]
 
