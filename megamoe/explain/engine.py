@@ -149,7 +149,10 @@ def _intermediates(replay: Replay | None, call: Call | None, subject: Subject) -
     return replay.intermediates(call, subject.name)
 
 
-def _findings(subject: Subject, candidates: list[Candidate], known: Intermediates | None) -> list[Finding]:
+def _findings(
+    subject: Subject, candidates: list[Candidate], known: Intermediates | None, judged: bool
+) -> list[Finding]:
+    """judged: replays took part, so that causes which only a replay tells apart were looked at."""
     positions = subject.positions
     where = in_words(subject, positions)
     examples = examples_of(subject, positions, known)
