@@ -238,7 +238,7 @@ def run_group(index: int, functions: str, seed: int) -> None:
                 expected = forward("sm90_fp8xfp8", [inputs], [weights], [model], activation)[0]
                 torch.cuda.synchronize()
                 seconds_taken = time.perf_counter() - started
-                if way == "model" and config.tokens * config.topk * config.hidden < 1 << 20:
+                if way == "model" and config.tokens * config.topk * config.hidden < 1 << 17:
                     row["not_on_cpu"] = same_on_cpu(expected, inputs, weights, model, activation)
                 row["reference_s"] = round(seconds_taken, 2)
                 found = compare_stages(
@@ -259,6 +259,9 @@ def main() -> int:
     parser.add_argument("--timeout", type=int, default=280, help="seconds for all of it")
     arguments = parser.parse_args()
     if arguments.group is not None:
+        import torch
+
+        torch.set_num_threads(1)  # the workers share the cores
         run_group(arguments.group, arguments.functions, arguments.seed)
         return 0
     environment = os.environ | {"DG_PRINT_CONFIGS": "1", "DG_JIT_USE_NVRTC": "0"}
