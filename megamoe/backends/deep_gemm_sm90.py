@@ -25,8 +25,10 @@ class DeepGemmSm90MegaMoEBackend(DeepGemmMegaMoEBackend):
     hidden_quant = kFp8Dynamic128
     architecture = "SM90"
     capabilities = ((9, 0),)
-    # The combine step gives each of 32 lanes whole 16-byte pieces of a bf16 row.
-    hidden_multiple = 256
+    # A token's float32 scales, one per 128 hidden and one per 64 intermediate columns, must fill 16-byte
+    # pieces.
+    hidden_multiple = 512
+    intermediate_multiple = 256
     launch = "fp8_mega_moe"
     requires = (
         "fp8_mega_moe",

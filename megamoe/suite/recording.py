@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ import torch
 
 from megamoe import bundle
 from megamoe.capability import probe
+from megamoe.suite.buffers import Buffer
+from megamoe.suite.compare import Observed
 from megamoe.suite.operation import Case, Implementation, load
 from megamoe.suite.replay import record_case
 from megamoe.suite.runner import Result, compare_outputs, execute, run_case
@@ -93,11 +95,12 @@ def record_cases(
         result = run_case(case, implementation, device, keep=True)
         if result.actual:
             inputs = case.inputs()
-            unstable = _repeat(case, implementation, device, repeat - 1, result, inputs)
+            outputs = {name: _on_cpu(seen) for name, seen in result.actual.items()}
+            unstable = _repeat(case, implementation, device, repeat - 1, outputs, inputs)
             if unstable:
                 result = replace(result, status="failed", error=unstable)
             else:
-                recorded = record_case(case, result.actual, inputs)
+                recorded = record_case(case, outputs, inputs)
                 # A name is used once in a bundle: that of the implementation tells the recordings of a case
                 # apart.
                 writer.add(
@@ -117,17 +120,31 @@ def _repeat(
     implementation: Implementation,
     device: str,
     times: int,
-    first: Result,
+    first: Mapping[str, Observed],
     inputs: dict[str, torch.Tensor],
 ) -> str:
     """What differed in a repetition, or ""."""
     function = load(implementation.target)
     for _ in range(times):
         again = execute(case.operation.call(case.params, inputs), function, case.seed, device)
-        for output in compare_outputs(case.operation, first.actual, again):
+        for output in compare_outputs(case.operation, first, again):
             if output.problem:
                 return f"not repeatable: {output.output}: {output.problem}"
     return ""
+
+
+def _on_cpu(seen: Observed) -> Observed:
+    """The same output in CPU memory, with its strides: Tensor.cpu() would close the gaps between elements."""
+    tensor = seen.tensor.detach()
+    if not tensor.is_cuda:
+        return seen
+    memory = bundle.raw_memory(bundle.as_bytes(tensor)).cpu().view(tensor.dtype)
+    buffer = None
+    if seen.buffer is not None:
+        whole = seen.buffer.memory.cpu()
+        offset = tensor.storage_offset()
+        buffer = Buffer(whole, whole.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), offset))
+    return Observed(memory.as_strided(tensor.shape, tensor.stride()), buffer, seen.aliases)
 
 
 def _broken_context() -> str:

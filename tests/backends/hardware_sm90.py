@@ -29,22 +29,29 @@ import sys
 import torch
 from megamoe.backends import DeepGemmSm90MegaMoEBackend
 from megamoe.suite.drivers.deep_gemm_sm90 import single_rank_group
+
 hidden, inter = int(sys.argv[1]), int(sys.argv[2])
-backend, group, dev = DeepGemmSm90MegaMoEBackend(), single_rank_group(), "cuda"
-weights = dict(
-    w13_weight=torch.zeros(2, 2 * inter, hidden, device=dev).to(torch.float8_e4m3fn),
-    w13_weight_scale=torch.ones(2, 2 * inter // 128, hidden // 128, device=dev),
-    w2_weight=torch.zeros(2, hidden, inter, device=dev).to(torch.float8_e4m3fn),
-    w2_weight_scale=torch.ones(2, hidden // 128, inter // 128, device=dev),
-) l1, l2 = backend.transform_weights(**weights, num_local_experts=2, hidden_size=hidden,
-intermediate_size=inter) buffer = backend.get_symm_buffer(group, num_experts=2, num_max_tokens_per_rank=8,
-num_topk=1, hidden=hidden,
-                                 intermediate_hidden=inter)
-hidden_states = torch.ones(8, hidden, dtype=torch.bfloat16, device=dev) ids = torch.zeros(8, 1,
-dtype=torch.int64, device=dev) backend.prepare_inputs(buffer, hidden_states, torch.ones(8, 1, device=dev),
-ids) y = torch.full((8, hidden), 7.0, dtype=torch.bfloat16, device=dev) backend.run_mega_moe(y=y,
-l1_weights=l1, l2_weights=l2, symm_buffer=buffer, activation_clamp=None, fast_math=True)
-torch.cuda.synchronize() print("all zero" if int(y.view(torch.int16).abs().max()) == 0 else "WRONG VALUES")
+backend, group, device = DeepGemmSm90MegaMoEBackend(), single_rank_group(), "cuda"
+fp8 = torch.float8_e4m3fn
+l1, l2 = backend.transform_weights(
+    w13_weight=torch.zeros(2, 2 * inter, hidden, device=device).to(fp8),
+    w13_weight_scale=torch.ones(2, 2 * inter // 128, hidden // 128, device=device),
+    w2_weight=torch.zeros(2, hidden, inter, device=device).to(fp8),
+    w2_weight_scale=torch.ones(2, hidden // 128, inter // 128, device=device),
+    num_local_experts=2,
+    hidden_size=hidden,
+    intermediate_size=inter,
+)
+sizes = {"num_experts": 2, "num_max_tokens_per_rank": 8, "num_topk": 1}
+buffer = backend.get_symm_buffer(group, **sizes, hidden=hidden, intermediate_hidden=inter)
+states = torch.ones(8, hidden, dtype=torch.bfloat16, device=device)
+ids = torch.zeros(8, 1, dtype=torch.int64, device=device)
+backend.prepare_inputs(buffer, states, torch.ones(8, 1, device=device), ids)
+y = torch.full((8, hidden), 7.0, dtype=torch.bfloat16, device=device)
+weights = {"l1_weights": l1, "l2_weights": l2, "symm_buffer": buffer}
+backend.run_mega_moe(y=y, **weights, activation_clamp=None, fast_math=True)
+torch.cuda.synchronize()
+print("all zero" if int(y.view(torch.int16).abs().max()) == 0 else "WRONG VALUES")
 """
 
 
@@ -148,7 +155,7 @@ def compare_experts(fast_math: bool) -> Iterator[tuple[int, int, int]]:
 
 
 # Sizes and whether the kernel runs with them; None: to be found out.
-SIZES = {(256, 128): True, (256, 384): True, (384, 256): False, (1280, 256): None}
+SIZES = {(512, 256): True, (768, 256): False, (512, 128): False, (1536, 256): None}
 
 
 def start_size_probes() -> dict[tuple[int, int], subprocess.Popen[str]]:

@@ -83,12 +83,27 @@ def test_sizes_must_be_multiples_of_128(fake, on_architecture, capability, sizes
         get_deep_gemm_mega_moe_backend("cuda", *sizes)
 
 
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0)], ids=["sm90", "sm100"])
-def test_hidden_must_fit_the_symmetric_buffer(fake, on_architecture, capability):
+@pytest.mark.parametrize(
+    ("capability", "fine", "refused"),
+    [
+        ((10, 0), (256, 128), {(384, 256): "hidden_size must be a multiple of 256"}),
+        (
+            (9, 0),
+            (512, 256),
+            {
+                (256, 256): "hidden_size must be a multiple of 512",
+                (512, 128): "intermediate_size must be a multiple of 256",
+            },
+        ),
+    ],
+    ids=["sm100", "sm90"],
+)
+def test_sizes_must_fit_the_symmetric_buffer(fake, on_architecture, capability, fine, refused):
     on_architecture(*capability)
-    with pytest.raises(ValueError, match="hidden_size must be a multiple of 256 for the symmetric buffer"):
-        get_deep_gemm_mega_moe_backend("cuda", 384, 256)
-    get_deep_gemm_mega_moe_backend("cuda", 256, 128)
+    get_deep_gemm_mega_moe_backend("cuda", *fine)
+    for sizes, message in refused.items():
+        with pytest.raises(ValueError, match=f"{message} for the symmetric buffer"):
+            get_deep_gemm_mega_moe_backend("cuda", *sizes)
 
 
 def test_fp4_needs_256_in_both_sizes(fake, on_architecture):
@@ -122,7 +137,7 @@ def test_a_build_without_a_needed_function_is_refused_at_selection(
     on_architecture(*capability)
     monkeypatch.setitem(sys.modules, "deep_gemm", make_module(without=(function,)))
     with pytest.raises(RuntimeError, match=f"needs {function}"):
-        get_deep_gemm_mega_moe_backend("cuda", 256, 256)
+        get_deep_gemm_mega_moe_backend("cuda", 512, 256)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +181,7 @@ def test_the_emulated_backend_serves_the_cpu(mma_type):
     assert backend.mma_type == (mma_type or "fp8xfp4")
     assert isinstance(backend, DeepGemmMegaMoEBackend)
     assert backend.supports_device(torch.device("cpu"))
-    with pytest.raises(ValueError, match="hidden_size must be a multiple of 256"):
+    with pytest.raises(ValueError, match=r"hidden_size must be a multiple of (256|512)"):
         backend.check_sizes(384, 256)
 
 
