@@ -1,15 +1,17 @@
 """Bundles: the one file format of recorded goldens and of failures (``megamoe-bundle/1``).
 
-A bundle is a safetensors file of cases. Case ``c`` has tensors ``c/in/<name>`` and ``c/out/<name>``; the file's metadata
-holds ``format``, ``producer``, ``device``, ``torch``, ``triton`` and ``manifest``, a JSON list with one entry a case::
+A bundle is a safetensors file of cases. Case ``c`` has tensors ``c/in/<name>`` and ``c/out/<name>``; the
+file's metadata holds ``format``, ``producer``, ``device``, ``torch``, ``triton`` and ``manifest``, a JSON
+list with one entry a case::
 
     {"case", "op", "params", "inputs":  {name: {"dtype", "shape", "stride"?}},
                              "outputs": {name: {"dtype", "shape", "stride"?, "padding"?, "aliases"?}}}
 
-Bytes that safetensors has no type for travel as uint8 and keep their real dtype in the manifest: every float8 dtype,
-and ``e2m1x2``, two E2M1 codes a byte with the even column in bits 3..0. An input is stored in logical order and laid
-out with its ``stride`` when read. An output with a ``stride`` is stored as raw memory, from its first to its last
-logical element. ``padding: undefined`` says that the bytes between logical elements mean nothing.
+Bytes that safetensors has no type for travel as uint8 and keep their real dtype in the manifest: every float8
+dtype, and ``e2m1x2``, two E2M1 codes a byte with the even column in bits 3..0. An input is stored in logical
+order and laid out with its ``stride`` when read. An output with a ``stride`` is stored as raw memory, from
+its first to its last logical element. ``padding: undefined`` says that the bytes between logical elements
+mean nothing.
 """
 
 from __future__ import annotations
@@ -56,9 +58,10 @@ class BundleError(ValueError):
 class RecordedOutput:
     """What one output held after the call.
 
-    tensor: the logical tensor, with the recorded strides over its raw memory. dtype: the name in the manifest.
-    stride: the recorded strides, or None where the recording says nothing about them. padding: None (every byte between
-    logical elements counts) or "undefined". aliases: name of the input whose memory this is, or None.
+    tensor: the logical tensor, with the recorded strides over its raw memory. dtype: the name in the
+    manifest. stride: the recorded strides, or None where the recording says nothing about them. padding: None
+    (every byte between logical elements counts) or "undefined". aliases: name of the input whose memory this
+    is, or None.
     """
 
     tensor: Tensor
@@ -114,7 +117,8 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def raw_memory(tensor: Tensor) -> Tensor:
-    """The memory of ``tensor`` from its first to its last logical element, as a 1-D tensor of the same dtype."""
+    """The memory of ``tensor`` from its first to its last logical element, as a 1-D tensor of the same
+    dtype."""
     length = extent(tuple(tensor.shape), tensor.stride())
     return torch.as_strided(tensor, (length,), (1,), tensor.storage_offset())
 
@@ -128,12 +132,14 @@ def lay_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """One-byte floats as uint8, so that copying and comparing never converts a value; anything else as it is."""
+    """One-byte floats as uint8, so that copying and comparing never converts a value; anything else as it
+    is."""
     return tensor.view(torch.uint8) if tensor.dtype in _STORED_AS_BYTES else tensor
 
 
 def read_bundle(path: str | Path) -> Bundle:
-    """Read and check a bundle. Raises BundleError, naming file, case and field, or OSError if there is no such file."""
+    """Read and check a bundle. Raises BundleError, naming file, case and field, or OSError if there is no
+    such file."""
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
@@ -167,10 +173,15 @@ def read_bundle(path: str | Path) -> Bundle:
 
 
 def write_bundle(
-    path: str | Path, cases: list[Case], *, producer: str, device: str | None = None, triton: str | None = None
+    path: str | Path,
+    cases: list[Case],
+    *,
+    producer: str,
+    device: str | None = None,
+    triton: str | None = None,
 ) -> Path:
-    """Write ``cases`` as one bundle. Strided inputs and outputs keep their strides. Raises BundleError for what the
-    format cannot hold."""
+    """Write ``cases`` as one bundle. Strided inputs and outputs keep their strides. Raises BundleError for
+    what the format cannot hold."""
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
@@ -255,17 +266,22 @@ def _read_case(path: Path, entry: Any, tensors: dict[str, Tensor]) -> Case:
     return Case(entry["case"], entry["op"], entry["params"], inputs, outputs, dtypes)
 
 
-def _check_description(label: str, described: Any) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None]:
+def _check_description(
+    label: str, described: Any
+) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None]:
     if not isinstance(described, dict):
         raise BundleError(f"{label}: must be described by an object, got {type(described).__name__}")
     dtype = _DTYPES.get(str(described.get("dtype")))
     if dtype is None:
         raise BundleError(f"{label}: unknown dtype {described.get('dtype')!r}")
-    shape, stride = described.get("shape"), described.get("stride")
+    shape: Any = described.get("shape")
+    stride: Any = described.get("stride")
     if not _is_sizes(shape):
         raise BundleError(f"{label}: 'shape' must be a list of non-negative integers, got {shape!r}")
     if stride is not None and not (_is_sizes(stride) and len(stride) == len(shape)):
-        raise BundleError(f"{label}: 'stride' must be a list of {len(shape)} non-negative integers, got {stride!r}")
+        raise BundleError(
+            f"{label}: 'stride' must be a list of {len(shape)} non-negative integers, got {stride!r}"
+        )
     return dtype, tuple(shape), None if stride is None else tuple(stride)
 
 
@@ -277,7 +293,9 @@ def _typed(label: str, stored: Tensor | None, dtype: torch.dtype, shape: tuple[i
     if stored is None:
         raise BundleError(f"{label}: the file has no such tensor")
     if tuple(stored.shape) != shape:
-        raise BundleError(f"{label}: the manifest says shape {list(shape)}, the file holds {list(stored.shape)}")
+        raise BundleError(
+            f"{label}: the manifest says shape {list(shape)}, the file holds {list(stored.shape)}"
+        )
     if stored.dtype == dtype:
         return stored
     if dtype.itemsize != 1 or stored.dtype not in (torch.uint8, torch.int8):

@@ -1,7 +1,8 @@
 """What this machine can run. ``probe(name)`` never raises: it answers with a flag and a reason.
 
-Known names: ``torch``, ``triton``, ``cuda``, ``cuda2``, ``cuda4``, ``cuda8`` (as many devices), ``sm90``, ``sm100``,
-``deep_gemm`` and ``deep_gemm.<attribute>`` for one of its functions. Features are probed, versions never compared.
+Known names: ``torch``, ``triton``, ``cuda``, ``cuda2``, ``cuda4``, ``cuda8`` (as many devices), ``sm90``,
+``sm100``, ``deep_gemm`` and ``deep_gemm.<attribute>`` for one of its functions. Features are probed, versions
+never compared.
 """
 
 from __future__ import annotations

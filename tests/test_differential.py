@@ -13,7 +13,6 @@ from megamoe.suite.pytest_plugin import note_result, run_device, skip
 from megamoe.suite.runner import execute, expected_outputs, run_case, why_not_provided, why_skipped
 from megamoe.suite.table import select_cases, select_implementations
 
-
 CASES = {}
 
 
@@ -22,7 +21,9 @@ def pytest_generate_tests(metafunc):
     found = [
         pytest.param(case, implementation, id=f"{case.id}-{implementation.name}")
         for case in select_cases("*", config.getoption("--tier"))
-        for implementation in select_implementations(case.operation, config.getoption("--impl"), run_device(config))
+        for implementation in select_implementations(
+            case.operation, config.getoption("--impl"), run_device(config)
+        )
     ]
     CASES.update({param.values[0].id: param.values[0] for param in found})
     metafunc.parametrize(("case", "implementation"), found)
@@ -40,7 +41,11 @@ def test_every_byte_agrees(case, implementation, device, artifacts, request):
     expected = _expected(case.id)
     result = run_case(case, implementation, device, expected, keep=True)
     note_result(
-        request, op=case.operation.name, implementation=implementation.name, device=device, compared=result.bytes_compared
+        request,
+        op=case.operation.name,
+        implementation=implementation.name,
+        device=device,
+        compared=result.bytes_compared,
     )
     if result.status == "failed":
         message = [f"{case.id} with {implementation.name} on {device}", *result.problems()]

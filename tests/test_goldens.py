@@ -1,4 +1,5 @@
-"""Recorded cases: what real hardware produced, replayed with the reference and with every implementation that runs here."""
+"""Recorded cases: what real hardware produced, replayed with the reference and with every implementation that
+runs here."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def pytest_generate_tests(metafunc):
             chosen = select_implementations(operation, metafunc.config.getoption("--impl"), device)
             reference = select_implementations(operation, "reference", device)
             for implementation in {row.name: row for row in [*reference, *chosen]}.values():
-                found.append(pytest.param(case, implementation, id=f"{path.stem}/{case.case}-{implementation.name}"))
+                found.append(
+                    pytest.param(case, implementation, id=f"{path.stem}/{case.case}-{implementation.name}")
+                )
     metafunc.parametrize(("recorded", "implementation"), found)
 
 

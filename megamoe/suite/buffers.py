@@ -1,4 +1,5 @@
-"""Output buffers that tell on a kernel: poisoned before the call, between rows and past both ends too, compared whole."""
+"""Output buffers that tell on a kernel: poisoned before the call, between rows and past both ends too,
+compared whole."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ _POISON_PERIOD = 8191  # prime, so that no row length is a multiple of it: each 
 class BufferSpec:
     """A caller-owned output: a strided tensor inside a larger, poisoned allocation.
 
-    stride: in elements; None is row-major. fill: a byte that every byte holds before the call, instead of varying
-    poison. initial: values to start from, for outputs that the call adds to.
+    stride: in elements; None is row-major. fill: a byte that every byte holds before the call, instead of
+    varying poison. initial: values to start from, for outputs that the call adds to.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +47,8 @@ class Buffer:
 
 
 def byte_mask(num_bytes: int, view: Tensor) -> Tensor:
-    """bool [num_bytes] on the view's device: the bytes of its elements, counted from the start of its storage."""
+    """bool [num_bytes] on the view's device: the bytes of its elements, counted from the start of its
+    storage."""
     size = view.element_size()
     mask = torch.zeros(num_bytes, dtype=torch.bool, device=view.device)
     shape, stride = (*view.shape, size), (*(step * size for step in view.stride()), 1)

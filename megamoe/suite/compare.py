@@ -1,4 +1,5 @@
-"""Comparing outputs: dtype, shape, stride, then raw bytes. Never values: +0 is not -0, and a NaN is its bits."""
+"""Comparing outputs: dtype, shape, stride, then raw bytes. Never values: +0 is not -0, and a NaN is its
+bits."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from megamoe.suite.buffers import Buffer
 
 @dataclass(frozen=True)
 class Observed:
-    """An output after a call. buffer: where it is a caller's buffer. aliases: the argument whose memory it is."""
+    """An output after a call. buffer: where it is a caller's buffer. aliases: the argument whose memory it
+    is."""
 
     tensor: Tensor
     buffer: Buffer | None = None
@@ -49,7 +51,8 @@ def compare_bitwise(name: str, expected: Observed, actual: Observed, padding: st
 
 
 def compare_memory(name: str, expected: Tensor, actual: Tensor, with_padding: bool) -> OutputComparison:
-    """Bytes of two CPU tensors of one dtype, shape and stride; with_padding: those between the elements too."""
+    """Bytes of two CPU tensors of one dtype, shape and stride; with_padding: those between the elements
+    too."""
     differing, total = count_differing_bytes(expected, actual)
     problem = describe_difference(differing, total, expected, actual)
     if with_padding:
@@ -72,7 +75,8 @@ def count_differing_bytes(expected: Tensor, actual: Tensor) -> tuple[int, int]:
 
 def flat_bytes(tensor: Tensor) -> Tensor:
     """The bytes of the logical elements in logical order, uint8, 1-D."""
-    return as_bytes(tensor).contiguous().reshape(-1).view(torch.uint8)
+    dense = as_bytes(tensor).contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def _compare_form(expected: Observed, actual: Observed) -> str:

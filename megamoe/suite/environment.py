@@ -49,4 +49,6 @@ def short_environment(device: str) -> dict[str, str]:
     """What a report's header says."""
     found = versions()
     name = probe("cuda").reason if device == "cuda" else f"cpu ({platform.machine()})"
-    return {"device": name} | {package: found[package] for package in ("megamoe", "torch", "triton", "python")}
+    return {"device": name} | {
+        package: found[package] for package in ("megamoe", "torch", "triton", "python")
+    }

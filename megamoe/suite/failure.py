@@ -48,7 +48,8 @@ def write_failure(
 
 
 def explain_failure(files: FailureFiles, html: Path | None = None) -> str:
-    """The explanation of a written failure in at most 25 lines, and its page; "" if the explainer finds nothing to say."""
+    """The explanation of a written failure in at most 25 lines, and its page; "" if the explainer finds
+    nothing to say."""
     explain: Any = importlib.import_module("megamoe.explain.files")
     engine: Any = importlib.import_module("megamoe.explain.engine")
     loaded = explain.load_pair(files.expected, files.actual, explain.Request())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import itertools
@@ -24,9 +25,9 @@ Params = dict[str, Any]
 class Implementation:
     """One thing to compare with the reference.
 
-    target: "module:function", imported when first called. needs: capabilities (megamoe.capability); with "cuda" or
-    anything that implies it among them, the implementation runs on that device only. supports: says of a case's
-    parameters why the implementation does not take them, or None if it does.
+    target: "module:function", imported when first called. needs: capabilities (megamoe.capability); with
+    "cuda" or anything that implies it among them, the implementation runs on that device only. supports: says
+    of a case's parameters why the implementation does not take them, or None if it does.
     """
 
     name: str
@@ -37,9 +38,9 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Output:
-    """layout: name of the output's layout in reference.layouts. padding: what holds for bytes that no element of the
-    output owns: "kept" (a caller's buffer: they must not change), "compared" (returned memory: equal to the reference's)
-    or "undefined"."""
+    """layout: name of the output's layout in reference.layouts. padding: what holds for bytes that no element
+    of the output owns: "kept" (a caller's buffer: they must not change), "compared" (returned memory: equal
+    to the reference's) or "undefined"."""
 
     layout: str
     padding: Literal["kept", "compared", "undefined"] = "kept"
@@ -47,20 +48,32 @@ class Output:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Cases as data: the cartesian product of ``axes`` over the operation's defaults, from ``tier`` upwards."""
+    """Cases as data: the cartesian product of ``axes`` over the operation's defaults, from ``tier``
+    upwards."""
 
     tier: Tier
     axes: Mapping[str, tuple[Any, ...]]
+
+
+def _sweep(tier: Tier, **axes: Any) -> Sweep:
+    """A sweep whose axes may be single values; an axis of several values is a tuple."""
+    return Sweep(tier, {name: axis if isinstance(axis, tuple) else (axis,) for name, axis in axes.items()})
+
+
+smoke = functools.partial(_sweep, "smoke")
+default = functools.partial(_sweep, "default")
+full = functools.partial(_sweep, "full")
 
 
 @dataclass(frozen=True)
 class Call:
     """One call, ready to be made on any device and any number of times.
 
-    arguments: keyword arguments that are only read; tensors are copied for each run and must come back unchanged.
-    buffers: outputs that the call writes into, passed under their names. bind: builds the keyword arguments from
-    arguments and buffers where they are not simply merged (an output inside a state object, say).
-    returns: names for the tensors that the call returns (one, a tuple in this order, or a dict with these keys).
+    arguments: keyword arguments that are only read; tensors are copied for each run and must come back
+    unchanged. buffers: outputs that the call writes into, passed under their names. bind: builds the keyword
+    arguments from arguments and buffers where they are not simply merged (an output inside a state object,
+    say). returns: names for the tensors that the call returns (one, a tuple in this order, or a dict with
+    these keys).
     """
 
     arguments: Mapping[str, Any]
@@ -73,12 +86,13 @@ class Call:
 class Operation:
     """One row of the table.
 
-    name: of the function, the same on both sides. reference: its "module:function". implementations: what is compared.
-    outputs: by name. recipes: names in reference.recipes, the values of the parameter "recipe". defaults: value of every
-    parameter. sweeps: which cases exist in which tier. inputs: (params, generator) -> tensors by name, as recorded in
-    bundles. call: (params, inputs) -> the call. contract: "bitwise", or another comparison of megamoe.suite.compare and then
-    ``because`` says why. golden: rewrites a recorded case into this row's params and inputs; None if the recorded names
-    are the row's own. source: where the arithmetic comes from.
+    name: of the function, the same on both sides. reference: its "module:function". implementations: what is
+    compared. outputs: by name. recipes: names in reference.recipes, the values of the parameter "recipe".
+    defaults: value of every parameter. sweeps: which cases exist in which tier. inputs: (params, generator)
+    -> tensors by name, as recorded in bundles. call: (params, inputs) -> the call. contract: "bitwise", or
+    another comparison of megamoe.suite.compare and then ``because`` says why. golden: rewrites a recorded
+    case into this row's params and inputs; None if the recorded names are the row's own. source: where the
+    arithmetic comes from.
     """
 
     name: str
@@ -123,7 +137,11 @@ class Case:
     @property
     def id(self) -> str:
         """``operation.recipe.param=value...``, naming the parameters that differ from the row's defaults."""
-        return ".".join([self.operation.name, *self.short_id.split(".")]) if self.short_id else self.operation.name
+        return (
+            ".".join([self.operation.name, *self.short_id.split(".")])
+            if self.short_id
+            else self.operation.name
+        )
 
     @property
     def short_id(self) -> str:
@@ -157,7 +175,7 @@ def load(target: str) -> Callable[..., Any]:
     found: Any = importlib.import_module(module)
     for part in function.split("."):
         found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -1,5 +1,5 @@
-"""pytest's side of the suite: options, header, strict skips, seeds, GPUs for xdist workers, CUDA errors that stick, and a
-summary of what ran where. ``conftest.py`` loads it."""
+"""pytest's side of the suite: options, header, strict skips, seeds, GPUs for xdist workers, CUDA errors that
+stick, and a summary of what ran where. ``conftest.py`` loads it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,21 @@ _PROPERTY = "megamoe_result"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("megamoe")
-    group.addoption("--device", choices=["cpu", "cuda"], help="where implementations run (default: cuda if there is one)")
+    group.addoption(
+        "--device", choices=["cpu", "cuda"], help="where implementations run (default: cuda if there is one)"
+    )
     group.addoption("--tier", choices=TIERS, default="default", help="cases of the differential test")
     group.addoption("--impl", help="one implementation of the table, or package.module[:prefix]")
-    group.addoption("--require", action="append", default=[], metavar="CAP", help="skips for lack of CAP are failures")
-    group.addoption("--repeat", type=int, default=1, metavar="N", help="run each differential case N times: identical bytes")
+    group.addoption(
+        "--require", action="append", default=[], metavar="CAP", help="skips for lack of CAP are failures"
+    )
+    group.addoption(
+        "--repeat",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run each differential case N times: identical bytes",
+    )
     group.addoption("--artifacts", default="artifacts", metavar="DIR", help="bundles and pages of failures")
 
 
@@ -82,7 +92,9 @@ def skip(reason: Skip) -> None:
     pytest.skip(str(reason))
 
 
-def note_result(request: pytest.FixtureRequest, *, op: str, implementation: str, device: str, compared: int) -> None:
+def note_result(
+    request: pytest.FixtureRequest, *, op: str, implementation: str, device: str, compared: int
+) -> None:
     """What the summary counts."""
     request.node.user_properties.append((_PROPERTY, (op, implementation, device, compared)))
 
@@ -127,7 +139,11 @@ def _complaint(reason: str, required: list[str]) -> str:
         return f"skipped for {reason!r}, which is none of: {', '.join(SKIP_REASONS)}"
     missing = re.match(r"[\w.]+", detail)
     for name in required:
-        if kind == "needs capability" and missing and (missing[0] == name or missing[0].startswith(f"{name}.")):
+        if (
+            kind == "needs capability"
+            and missing
+            and (missing[0] == name or missing[0].startswith(f"{name}."))
+        ):
             return f"required: {reason}"
     return ""
 
@@ -170,12 +186,30 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 
 def _run_elsewhere(item: pytest.Item) -> Iterator[pytest.TestReport]:
     options = [f"--{name}={item.config.getoption(f'--{name}')}" for name in ("tier", "repeat", "artifacts")]
-    options += [f"--{name}={value}" for name in ("device", "impl") if (value := item.config.getoption(f"--{name}"))]
+    options += [
+        f"--{name}={value}" for name in ("device", "impl") if (value := item.config.getoption(f"--{name}"))
+    ]
     options += [f"--require={name}" for name in item.config.getoption("--require")]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-rs", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-q",
+        "-rs",
+        *options,
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
-        [*command, item.nodeid], cwd=item.config.rootpath, env=environment, capture_output=True, text=True, check=False
+        [*command, item.nodeid],
+        cwd=item.config.rootpath,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     skipped = re.search(r"^SKIPPED \[\d+\] \S+: (.*)$", done.stdout, re.MULTILINE)
     outcome: Any = "failed" if done.returncode else "skipped" if skipped else "passed"
@@ -185,10 +219,11 @@ def _run_elsewhere(item: pytest.Item) -> Iterator[pytest.TestReport]:
     elif skipped:
         longrepr = (str(item.path), item.location[1], f"Skipped: {skipped[1]}")
     for when in ("setup", "call", "teardown"):
-        here = outcome if when == "call" else "passed"
-        text = longrepr if when == "call" else None
         keywords: Any = dict.fromkeys(item.keywords, 1)
-        yield pytest.TestReport(item.nodeid, item.location, keywords, here, text, when)  # type: ignore[arg-type]
+        here: Any = outcome if when == "call" else "passed"
+        text = longrepr if when == "call" else None
+        stage: Any = when
+        yield pytest.TestReport(item.nodeid, item.location, keywords, here, text, stage)
 
 
 # ---- xdist
@@ -232,7 +267,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("compared byte for byte")
         for (op, implementation, where), (count, failed, compared) in sorted(ran.items()):
             verdict = f", {failed} FAILED" if failed else ""
-            terminalreporter.write_line(f"{op} {implementation} {where}: {count} cases, {compared:,} bytes{verdict}")
+            terminalreporter.write_line(
+                f"{op} {implementation} {where}: {count} cases, {compared:,} bytes{verdict}"
+            )
     if skips:
         terminalreporter.section("not run")
         for reason, count in sorted(skips.items()):

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megamoe import bundle
@@ -15,7 +14,6 @@ from megamoe.suite.compare import Observed, OutputComparison, compare_memory
 from megamoe.suite.operation import Case, Implementation, Operation, Params, load
 from megamoe.suite.runner import Result, describe_error, execute, why_not_provided, why_skipped
 from megamoe.suite.table import table
-
 
 
 class CannotReplay(ValueError):
@@ -60,7 +58,9 @@ def replay_case(case: bundle.Case, implementation: Implementation, device: str =
         status="passed" if equal else "failed",
         outputs=outputs,
         seconds=time.perf_counter() - started,
-        expected={name: Observed(output.tensor, aliases=output.aliases) for name, output in case.outputs.items()},
+        expected={
+            name: Observed(output.tensor, aliases=output.aliases) for name, output in case.outputs.items()
+        },
         actual=actual,
     )
 
@@ -75,14 +75,21 @@ def compare_recorded(
     )
 
 
-def record_case(case: Case, outputs: Mapping[str, Observed], inputs: dict[str, Tensor] | None = None) -> bundle.Case:
+def record_case(
+    case: Case, outputs: Mapping[str, Observed], inputs: dict[str, Tensor] | None = None
+) -> bundle.Case:
     """A case and what an implementation produced, as it goes into a bundle; it replays by itself."""
     recorded = {}
     for name, seen in outputs.items():
         padding = "undefined" if case.operation.outputs[name].padding == "undefined" else None
         tensor = seen.tensor.detach().cpu()
         recorded[name] = bundle.RecordedOutput(
-            tensor, bundle.dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride(), padding, seen.aliases
+            tensor,
+            bundle.dtype_name(tensor.dtype),
+            tuple(tensor.shape),
+            tensor.stride(),
+            padding,
+            seen.aliases,
         )
     kept = case.inputs() if inputs is None else inputs
     return bundle.Case(case.id, case.operation.name, dict(case.params), kept, recorded)
@@ -106,7 +113,8 @@ def _compare_one(name: str, recorded: bundle.RecordedOutput, seen: Observed) -> 
 
 
 def _comparable_dtypes(recorded: bundle.RecordedOutput, actual: Tensor) -> tuple[str, str]:
-    """Names to compare. Codes of one byte may come as uint8, int8 or their float8 type: the APIs differ there."""
+    """Names to compare. Codes of one byte may come as uint8, int8 or their float8 type: the APIs differ
+    there."""
     names = recorded.dtype, bundle.dtype_name(actual.dtype)
     codes = {"e2m1x2", "float8_e4m3fn", "uint8", "int8"}
     return ("codes", "codes") if set(names) <= codes else names

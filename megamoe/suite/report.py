@@ -66,7 +66,11 @@ def _line(key: tuple[str, str, str, str], group: list[Result]) -> Line:
 def skips_by_reason(results: Iterable[Result]) -> dict[tuple[str, str, str], int]:
     """(operation, implementation, reason) -> cases that did not run."""
     return dict(
-        Counter((result.op, result.implementation, str(result.skip)) for result in results if result.skip is not None)
+        Counter(
+            (result.op, result.implementation, str(result.skip))
+            for result in results
+            if result.skip is not None
+        )
     )
 
 

@@ -18,30 +18,40 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def topk_ids(tokens: int, topk: int, experts: int, dtype: str, rng: np.random.Generator, wild: bool) -> Tensor:
-    """[tokens, topk] expert ids, distinct within a token. wild: -1, the number of experts and the largest integers too."""
+def topk_ids(
+    tokens: int, topk: int, experts: int, dtype: str, rng: np.random.Generator, wild: bool
+) -> Tensor:
+    """[tokens, topk] expert ids, distinct within a token. wild: -1, the number of experts and the largest
+    integers too."""
     rows = [rng.permutation(max(experts, topk))[:topk] for _ in range(tokens)]
     ids = np.array(rows, dtype=np.int64).reshape(tokens, topk)
     if wild and ids.size:
-        odd = [-1, experts, -2, INT32_MAX, -(2**31)] + ([2**32, 2**40 + 1, -INT64_MAX - 1] if dtype == "i64" else [])
+        odd = [-1, experts, -2, INT32_MAX, -(2**31)] + (
+            [2**32, 2**40 + 1, -INT64_MAX - 1] if dtype == "i64" else []
+        )
         where = rng.random(ids.shape) < 0.4
         ids = np.where(where, rng.choice(np.array(odd, dtype=np.int64), ids.shape), ids)
     return torch.from_numpy(ids).to(DTYPES[dtype])
 
 
-def topk_weights(tokens: int, topk: int, dtype: str, rng: np.random.Generator, padding: Tensor | None) -> Tensor:
+def topk_weights(
+    tokens: int, topk: int, dtype: str, rng: np.random.Generator, padding: Tensor | None
+) -> Tensor:
     """[tokens, topk] weights, each distinct; those of padding tokens are NaN, infinite or negative zero."""
     count = tokens * topk
     weights = (rng.permutation(count) + 1).reshape(tokens, topk) / (count + 1)
     tensor = torch.from_numpy(weights.astype(np.float32))
     if padding is not None and count:
-        garbage = torch.from_numpy(rng.choice(np.array([np.nan, np.inf, -0.0], dtype=np.float32), (tokens, topk)))
+        garbage = torch.from_numpy(
+            rng.choice(np.array([np.nan, np.inf, -0.0], dtype=np.float32), (tokens, topk))
+        )
         tensor = torch.where(padding[:, None], garbage, tensor)
     return tensor.to(DTYPES[dtype])
 
 
 def padding_mask(tokens: int, kind: str | None, rng: np.random.Generator) -> Tensor | None:
-    """bool [tokens]: "tail" (the last third), "random", "all", "none" (given, but all False); None: no mask at all."""
+    """bool [tokens]: "tail" (the last third), "random", "all", "none" (given, but all False); None: no mask
+    at all."""
     if kind is None:
         return None
     mask = {
@@ -62,8 +72,9 @@ def fill_padding(hidden: Tensor, padding: Tensor | None, garbage: str | None) ->
 
 
 def eplb_tensors(experts: int, slots: int, rng: np.random.Generator, dtype: str = "i64") -> dict[str, Tensor]:
-    """A logical -> physical map with 0 to ``slots`` replicas an expert, holes of -1 inside the count among them, and a
-    load that is not zero. The map is a slice of a wider tensor: its row stride is not its width."""
+    """A logical -> physical map with 0 to ``slots`` replicas an expert, holes of -1 inside the count among
+    them, and a load that is not zero. The map is a slice of a wider tensor: its row stride is not its
+    width."""
     counts = rng.integers(1, slots + 1, experts)
     counts[rng.integers(0, experts)] = 0  # treated as one replica
     physical = int(counts.sum()) + 3  # the last three are never mapped to
@@ -86,8 +97,8 @@ def eplb_tensors(experts: int, slots: int, rng: np.random.Generator, dtype: str 
 
 
 def strided(tensor: Tensor, kind: str) -> Tensor:
-    """The same values as a slice of a larger tensor ("rows": wider rows; "columns": column-major; "step": every second
-    column), everything around them garbage. "dense" returns the tensor."""
+    """The same values as a slice of a larger tensor ("rows": wider rows; "columns": column-major; "step":
+    every second column), everything around them garbage. "dense" returns the tensor."""
     if kind == "dense" or tensor.dim() == 0:
         return tensor
     if tensor.dim() == 1:

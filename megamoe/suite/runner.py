@@ -100,8 +100,8 @@ def why_not_provided(implementation: Implementation) -> Skip | None:
 
 
 def prepare_process(device: str, implementation: str | None = None) -> None:
-    """Call before an implementation is imported. Kernels of somebody's own module run in Triton's interpreter on a CPU;
-    ours choose for each launch."""
+    """Call before an implementation is imported. Kernels of somebody's own module run in Triton's interpreter
+    on a CPU; ours choose for each launch."""
     if device == "cpu" and implementation is not None and is_module(implementation):
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -112,10 +112,11 @@ def is_module(name: str) -> bool:
 
 
 def execute(call: Call, function: Callable[..., Any], seed: int, device: str = "cpu") -> dict[str, Observed]:
-    """Make the call on ``device`` with fresh copies of its arguments and freshly poisoned buffers; outputs by name.
+    """Make the call on ``device`` with fresh copies of its arguments and freshly poisoned buffers; outputs by
+    name.
 
-    Raises AssertionError if an argument that is only read was changed, or if the returned values have other names or
-    another number than the call declares; otherwise whatever the function raises.
+    Raises AssertionError if an argument that is only read was changed, or if the returned values have other
+    names or another number than the call declares; otherwise whatever the function raises.
     """
     arguments = copy_arguments(call.arguments, device)
     buffers = {
@@ -142,8 +143,8 @@ def run_case(
     call: Call | None = None,
     keep: bool = False,
 ) -> Result:
-    """Run one case and compare. expected: the reference's outputs if they are known already (expected_outputs).
-    keep: leave the outputs in the result."""
+    """Run one case and compare. expected: the reference's outputs if they are known already
+    (expected_outputs). keep: leave the outputs in the result."""
     operation = case.operation
     result = Result(case.id, operation.name, case.recipe, implementation.name, device, "passed")
     skip = why_skipped(implementation, device, case)
@@ -159,7 +160,7 @@ def run_case(
             expected = expected_outputs(case, call)
         actual = execute(call, load(implementation.target), case.seed, device)
         outputs = compare_outputs(operation, expected, actual)
-    except Exception as error:  # an implementation may raise anything; that is a failure of the case, not of the run
+    except Exception as error:  # whatever an implementation raises is a failure of the case
         seconds = time.perf_counter() - started
         return replace(result, status="failed", error=describe_error(error), seconds=seconds)
     equal = all(output.equal for output in outputs)
@@ -181,7 +182,8 @@ def expected_outputs(case: Case, call: Call | None = None) -> dict[str, Observed
 def compare_outputs(
     operation: Operation, expected: Mapping[str, Observed], actual: Mapping[str, Observed]
 ) -> tuple[OutputComparison, ...]:
-    """Every output of the reference, in order; one that is missing or that the row does not declare is a difference."""
+    """Every output of the reference, in order; one that is missing or that the row does not declare is a
+    difference."""
     found = []
     for name, left in expected.items():
         if name not in operation.outputs:
@@ -228,7 +230,9 @@ def _name_returned(names: tuple[str, ...], returned: Any, arguments: dict[str, A
     else:
         flat = _flatten(returned)
         if len(flat) != len(names):
-            raise AssertionError(f"the call must return {len(names)} tensors ({', '.join(names)}), got {len(flat)}")
+            raise AssertionError(
+                f"the call must return {len(names)} tensors ({', '.join(names)}), got {len(flat)}"
+            )
         values = dict(zip(names, flat, strict=True))
     owners = {
         tensor.untyped_storage().data_ptr(): name
@@ -258,7 +262,9 @@ def _tensors(before: Any, after: Any, name: str = "") -> list[tuple[str, Tensor,
         items = [(str(i), value, after[i]) for i, value in enumerate(before)]
     else:
         return []
-    return [found for key, left, right in items for found in _tensors(left, right, f"{name}.{key}".lstrip("."))]
+    return [
+        found for key, left, right in items for found in _tensors(left, right, f"{name}.{key}".lstrip("."))
+    ]
 
 
 def _same_storage_bytes(before: Tensor, after: Tensor) -> bool:

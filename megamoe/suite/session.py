@@ -14,7 +14,14 @@ from pathlib import Path
 from megamoe import capability
 from megamoe.suite.failure import write_failure
 from megamoe.suite.operation import Case, Params
-from megamoe.suite.runner import Result, describe_error, expected_outputs, prepare_process, run_case, why_skipped
+from megamoe.suite.runner import (
+    Result,
+    describe_error,
+    expected_outputs,
+    prepare_process,
+    run_case,
+    why_skipped,
+)
 from megamoe.suite.table import select_implementations, table
 
 _CHUNK = 8  # cases handed to a process at a time
@@ -47,8 +54,8 @@ def run_cases(
     bundle_dir: Path | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Result]:
-    """Results of every case with every selected implementation, in the order of the cases. progress: called with the
-    number of cases that were finished since the last call."""
+    """Results of every case with every selected implementation, in the order of the cases. progress: called
+    with the number of cases that were finished since the last call."""
     directory = None if bundle_dir is None else str(bundle_dir)
     isolated = jobs > 1 or device != "cpu"
     threads = max(1, _available_cores() // jobs) if isolated and device == "cpu" else None
@@ -72,7 +79,8 @@ def run_cases(
 
 
 def run_job(job: Job) -> Iterator[list[Result]]:
-    """The results of each case of a job, one implementation after the other against one run of the reference."""
+    """The results of each case of a job, one implementation after the other against one run of the
+    reference."""
     if job.threads is not None:
         import torch
 
@@ -93,7 +101,9 @@ def _run_one(case: Case, job: Job) -> list[Result]:
                 call = case.operation.call(case.params, inputs := case.inputs())
                 expected = expected_outputs(case, call)
             except Exception as error:  # the reference failed: that is the result of every implementation
-                results.append(_failed(case, implementation.name, job.device, f"reference: {describe_error(error)}"))
+                results.append(
+                    _failed(case, implementation.name, job.device, f"reference: {describe_error(error)}")
+                )
                 continue
         result = run_case(case, implementation, job.device, expected, call, keep=job.bundle_dir is not None)
         if job.bundle_dir is not None and result.status == "failed" and result.actual:
@@ -110,12 +120,16 @@ def _failed(case: Case, implementation: str, device: str, error: str) -> Result:
 
 
 def _work(job: Job) -> tuple[list[list[Result]], bool]:
-    """What a process does with a job: the results of its first cases, and whether the process can go on. After an error
-    that a CUDA context does not recover from, it stops, so that later cases are not blamed."""
+    """What a process does with a job: the results of its first cases, and whether the process can go on.
+    After an error that a CUDA context does not recover from, it stops, so that later cases are not blamed."""
     found = []
     for results in run_job(job):
         found.append(results)
-        if job.device != "cpu" and any(result.status == "failed" for result in results) and not _device_works():
+        if (
+            job.device != "cpu"
+            and any(result.status == "failed" for result in results)
+            and not _device_works()
+        ):
             return found, False
     return found, True
 
@@ -132,8 +146,8 @@ def _device_works() -> bool:
 
 
 def _run_isolated(chunks: list[Job], jobs: int) -> Iterator[tuple[int, list[Result], int]]:
-    """(index of the chunk, results, cases finished), in order of completion. Cases after a lost process run in a new
-    one; a case that loses its process alone is a failure."""
+    """(index of the chunk, results, cases finished), in order of completion. Cases after a lost process run
+    in a new one; a case that loses its process alone is a failure."""
     todo = deque(enumerate(chunks))
     pool = _pool(jobs)
     running: dict[Future[tuple[list[list[Result]], bool]], tuple[int, Job]] = {}
@@ -174,7 +188,9 @@ def _run_alone(job: Job) -> list[Result]:
         try:
             results, _ = pool.submit(_work, job).result()
         except BrokenProcessPool:
-            implementation = job.implementation or "+".join(row.name for row in case.operation.implementations)
+            implementation = job.implementation or "+".join(
+                row.name for row in case.operation.implementations
+            )
             return [_failed(case, implementation, job.device, "the process running it died")]
     return [result for group in results for result in group]
 

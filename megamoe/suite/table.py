@@ -23,7 +23,10 @@ assert len(fields(Operation)) <= MAX_FIELDS, "a row that needs more is more than
 def table() -> dict[str, Operation]:
     """Operation by name, in the order of the row modules' names."""
     found: dict[str, Operation] = {}
-    for module in sorted(info.name for info in pkgutil.iter_modules(rows.__path__)):
+    modules = sorted(
+        info.name for info in pkgutil.iter_modules(rows.__path__) if not info.name.startswith("_")
+    )
+    for module in modules:
         for operation in importlib.import_module(f"{rows.__name__}.{module}").ROWS:
             _check(operation)
             if operation.name in found:
@@ -45,8 +48,9 @@ def select_cases(pattern: str = "*", tier: Tier = "default") -> list[Case]:
 def select_implementations(operation: Operation, name: str | None, device: str) -> list[Implementation]:
     """What to compare: the row's implementations, or the one called ``name``.
 
-    The reference is an implementation too: on a GPU it is compared with itself on the CPU. ``package.module`` or
-    ``package.module:prefix_`` names somebody's own functions: ``prefix_`` + the operation's name in that module.
+    The reference is an implementation too: on a GPU it is compared with itself on the CPU. ``package.module``
+    or ``package.module:prefix_`` names somebody's own functions: ``prefix_`` + the operation's name in that
+    module.
     """
     reference = Implementation("reference", operation.reference, ("cuda",) if device == "cuda" else ())
     if name is None:

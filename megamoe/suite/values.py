@@ -1,7 +1,9 @@
-"""Hidden states that discriminate. Each generator fills [tokens, hidden] float32 values for groups of ``group`` columns.
+"""Hidden states that discriminate. Each generator fills [tokens, hidden] float32 values for groups of
+``group`` columns.
 
-Random normal data has three distinct UE8M0 bytes and hides most layout mistakes; here every scale and every code is
-made to say where it came from ("position"), or the values sit where arithmetic goes wrong ("ties", "edges", "specials").
+Random normal data has three distinct UE8M0 bytes and hides most layout mistakes; here every scale and every
+code is made to say where it came from ("position"), or the values sit where arithmetic goes wrong ("ties",
+"edges", "specials").
 ``Target`` says what the values are quantized to, because ties and edges differ between formats.
 """
 
@@ -19,8 +21,8 @@ from reference import formats
 
 @dataclass(frozen=True)
 class Target:
-    """element: format of the elements. scale: "ue8m0", "fp32" or "e4m3" (a block scale below a token's scale or none).
-    group: columns a scale. two_level: the row has a scale of its own."""
+    """element: format of the elements. scale: "ue8m0", "fp32" or "e4m3" (a block scale below a token's scale
+    or none). group: columns a scale. two_level: the row has a scale of its own."""
 
     element: str
     scale: str
@@ -40,7 +42,8 @@ _E4M3_MAX = 448.0
 def generate(
     name: str, shape: tuple[int, int], target: Target, rng: np.random.Generator, dtype: torch.dtype
 ) -> Tensor:
-    """[tokens, hidden] values of ``dtype``. fp16 cannot hold most of them: they are scaled into its range first."""
+    """[tokens, hidden] values of ``dtype``. fp16 cannot hold most of them: they are scaled into its range
+    first."""
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -52,7 +55,8 @@ def generate(
 
 
 def position(shape: tuple[int, int], target: Target, rng: np.random.Generator) -> np.ndarray:
-    """Every scale distinct (as far as the scale format has codes), every element's code dependent on its column."""
+    """Every scale distinct (as far as the scale format has codes), every element's code dependent on its
+    column."""
     codes = _positive_values(target.element)
     element = _grouped_index(shape, target.group)
     payload = codes[(element * 5 + element // target.group * 3 + 1) % (len(codes) - 1)]
@@ -64,7 +68,8 @@ def position(shape: tuple[int, int], target: Target, rng: np.random.Generator) -
 
 
 def ties(shape: tuple[int, int], target: Target, rng: np.random.Generator) -> np.ndarray:
-    """Elements exactly half way between two codes, and their neighbours by one bfloat16 ulp, under exact scales."""
+    """Elements exactly half way between two codes, and their neighbours by one bfloat16 ulp, under exact
+    scales."""
     codes = _positive_values(target.element)
     middles = (codes[1:] + codes[:-1]) / 2
     steps = np.array([1.0, 1.0 - 2.0**-8, 1.0 + 2.0**-7])
@@ -77,11 +82,13 @@ def ties(shape: tuple[int, int], target: Target, rng: np.random.Generator) -> np
 
 
 def edges(shape: tuple[int, int], target: Target, rng: np.random.Generator) -> np.ndarray:
-    """Group maxima where the scale changes: max * 2^k, E4M3 midpoints, every floor, each with neighbours of 1 and 2 ulp."""
+    """Group maxima where the scale changes: max * 2^k, E4M3 midpoints, every floor, each with neighbours of 1
+    and 2 ulp."""
     top = target.max_element
     anchors = [top * 2.0**k for k in (*range(-40, 41, 5), -126, -100, 100, 119)]
     anchors += [1e-4, 1e-10, 1e-8, 1e-12, 1e-12 * 448, 2.0**-9 * 6, 2.0**-10 * 6, 448 * 6, 0.0]
-    anchors += [(a + b) / 2 * 6 for a, b in zip(*(lambda v: (v[1:40], v[2:41]))(_positive_values("e4m3fn")), strict=True)]
+    scales = _positive_values("e4m3fn")[1:41]
+    anchors += list((scales[1:] + scales[:-1]) / 2 * 6)
     exact = np.array(anchors, dtype=np.float32)
     neighbours = [exact]
     for step in (1, 2, 1 << 16, 2 << 16):  # ulps of float32 and of bfloat16
@@ -99,10 +106,26 @@ def edges(shape: tuple[int, int], target: Target, rng: np.random.Generator) -> n
 
 
 def specials(shape: tuple[int, int], target: Target, rng: np.random.Generator) -> np.ndarray:
-    """NaN, both infinities, both zeros, subnormals and the largest finite values among ordinary ones, alone and in crowds."""
+    """NaN, both infinities, both zeros, subnormals and the largest finite values among ordinary ones, alone
+    and in crowds."""
     values = rng.standard_normal(shape) * 4
     pool = np.array(
-        [np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-40, -1e-40, 2.0**-133, 3.3895e38, -3.3895e38, 448, 464, -480, 1e-5],
+        [
+            np.nan,
+            np.inf,
+            -np.inf,
+            -0.0,
+            0.0,
+            1e-40,
+            -1e-40,
+            2.0**-133,
+            3.3895e38,
+            -3.3895e38,
+            448,
+            464,
+            -480,
+            1e-5,
+        ],
         dtype=np.float64,
     )
     groups = _groups(shape, target.group)
@@ -207,7 +230,8 @@ def _spread(per_group: np.ndarray, group: int) -> np.ndarray:
 
 
 def _distinct_scales(shape: tuple[int, int], target: Target) -> np.ndarray:
-    """A scale for each group. Neighbours in every direction differ; all differ while there are codes enough."""
+    """A scale for each group. Neighbours in every direction differ; all differ while there are codes
+    enough."""
     index = _groups(shape, target.group)
     if target.scale == "ue8m0":
         return 2.0 ** ((index * 53) % 139 - 21.0)  # 139 exponents from 2^-21, above the floor, to 2^117
@@ -217,7 +241,12 @@ def _distinct_scales(shape: tuple[int, int], target: Target) -> np.ndarray:
         if target.two_level:  # the row's largest group has scale 448, the others are relative to it
             found[:, 0] = np.where(np.arange(shape[0]) % 2, found[:, 0], _E4M3_MAX)
             found[np.arange(shape[0]), (np.arange(shape[0]) * 3) % found.shape[1]] = _E4M3_MAX
-            return found * (2.0 ** ((np.arange(shape[0]) * 5) % 23 - 16.0) * (1 + np.arange(shape[0]) % 8 / 8))[:, None]
+            return (
+                found
+                * (2.0 ** ((np.arange(shape[0]) * 5) % 23 - 16.0) * (1 + np.arange(shape[0]) % 8 / 8))[
+                    :, None
+                ]
+            )
         return found
     # 4096 distinct bfloat16 maxima over 32 binades, far from their neighbours
     step = (index * 1237) % 4096
@@ -225,7 +254,8 @@ def _distinct_scales(shape: tuple[int, int], target: Target) -> np.ndarray:
 
 
 def _exact_scales(shape: tuple[int, int], target: Target, rng: np.random.Generator) -> np.ndarray:
-    """Scales that the quantizer will find exactly, given a group whose largest element is the largest code."""
+    """Scales that the quantizer will find exactly, given a group whose largest element is the largest
+    code."""
     groups = _group_shape(shape, target.group)
     if target.scale == "e4m3":
         normal = _positive_values("e4m3fn")[8:]

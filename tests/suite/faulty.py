@@ -1,8 +1,9 @@
 """Implementations with one fault planted, for every operation: ``--impl faulty:FAULT__OUTPUT__`` names one.
 
-The function is the operation's reference with its output ``OUTPUT`` spoiled: ``flip`` one bit of its last element,
-``unwritten`` (left as it was before the call), ``between`` (a byte that no element owns), ``past`` (a byte behind the last
-one), and for returned tensors ``dtype``, ``stride`` and ``copy`` (not the memory of an argument).
+The function is the operation's reference with its output ``OUTPUT`` spoiled: ``flip`` one bit of its last
+element, ``unwritten`` (left as it was before the call), ``between`` (a byte that no element owns), ``past``
+(a byte behind the last one), and for returned tensors ``dtype``, ``stride`` and ``copy`` (not the memory of
+an argument).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def _replace(returned: Any, output: str, operation: str, fault: str) -> Any:
         return {name: _spoil(value, fault) if name == output else value for name, value in returned.items()}
     if isinstance(returned, torch.Tensor):
         return _spoil(returned, fault)
-    names = [name for name in table()[operation].outputs]
+    names = list(table()[operation].outputs)
     flat = _flatten(returned)
     index = names.index(output) if len(names) == len(flat) else None
     if index is None:
@@ -91,7 +92,9 @@ def _replace(returned: Any, output: str, operation: str, fault: str) -> Any:
 
 
 def _flatten(value: Any) -> list[Any]:
-    return [leaf for item in value for leaf in _flatten(item)] if isinstance(value, (list, tuple)) else [value]
+    return (
+        [leaf for item in value for leaf in _flatten(item)] if isinstance(value, (list, tuple)) else [value]
+    )
 
 
 def _spoil(tensor: torch.Tensor, fault: str) -> torch.Tensor:
@@ -107,7 +110,9 @@ def _spoil(tensor: torch.Tensor, fault: str) -> torch.Tensor:
         return copied.view(torch.int32 if tensor.dtype == other else other)
     if fault == "stride":
         wide = torch.empty(*tensor.shape[:-1], tensor.shape[-1] + 1, dtype=tensor.dtype)
-        view = wide[..., :-1] if tensor.dim() > 1 else torch.empty(*tensor.shape, 2, dtype=tensor.dtype)[..., 0]
+        view = (
+            wide[..., :-1] if tensor.dim() > 1 else torch.empty(*tensor.shape, 2, dtype=tensor.dtype)[..., 0]
+        )
         as_bytes(view).copy_(as_bytes(tensor))
         return view
     raise ValueError(fault)

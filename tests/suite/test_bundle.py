@@ -28,7 +28,11 @@ DTYPES = [
 
 
 def _random(dtype, *shape):
-    return torch.randint(0, 2, shape, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.rand(shape).to(dtype)
+    return (
+        torch.randint(0, 2, shape, dtype=torch.uint8).view(dtype)
+        if dtype.itemsize == 1
+        else torch.rand(shape).to(dtype)
+    )
 
 
 def _case(dtype=torch.int32, name="c"):
@@ -85,7 +89,8 @@ def test_goldens_round_trip(tmp_path, path):
 
 
 def _write(tmp_path, change=lambda manifest, tensors, metadata: None):
-    """A good bundle with a change: manifest is the parsed list; a change of metadata["manifest"] replaces its text."""
+    """A good bundle with a change: manifest is the parsed list; a change of metadata["manifest"] replaces its
+    text."""
     good = write_bundle(tmp_path / "good.safetensors", [_case()], producer="test")
     with safe_open(good, "pt") as file:
         metadata = dict(file.metadata())
@@ -99,6 +104,14 @@ def _write(tmp_path, change=lambda manifest, tensors, metadata: None):
     return tmp_path / "bad.safetensors"
 
 
+def _input(**changes):
+    return lambda manifest, tensors, metadata: manifest[0]["inputs"]["x"].update(changes)
+
+
+def _output(name, **changes):
+    return lambda manifest, tensors, metadata: manifest[0]["outputs"][name].update(changes)
+
+
 BAD = {
     "format": (lambda m, t, d: d.update(format="megamoe-bundle/2"), "'format' must be 'megamoe-bundle/1'"),
     "no_manifest": (lambda m, t, d: d.pop("manifest"), "no 'manifest'"),
@@ -108,15 +121,15 @@ BAD = {
     "op": (lambda m, t, d: m[0].pop("op"), "'op' must be a str"),
     "twice": (lambda m, t, d: m.append(m[0]), "appears twice"),
     "missing_tensor": (lambda m, t, d: t.pop("c/in/x"), "input 'x': the file has no such tensor"),
-    "shape": (lambda m, t, d: m[0]["inputs"]["x"].update(shape=[4]), "says shape [4], the file holds [3]"),
-    "negative": (lambda m, t, d: m[0]["inputs"]["x"].update(shape=[-3]), "non-negative integers"),
-    "dtype": (lambda m, t, d: m[0]["outputs"]["dense"].update(dtype="float7"), "unknown dtype 'float7'"),
-    "wrong_dtype": (lambda m, t, d: m[0]["outputs"]["dense"].update(dtype="int64"), "says int64, the file holds torch.int32"),
-    "stride": (lambda m, t, d: m[0]["outputs"]["strided"].update(stride=[9, 1]), "output 'strided': the manifest says shape"),
-    "stride_rank": (lambda m, t, d: m[0]["outputs"]["strided"].update(stride=[8]), "'stride' must be a list of 2"),
-    "padding": (lambda m, t, d: m[0]["outputs"]["strided"].update(padding="zero"), "'padding' must be one of"),
-    "aliases": (lambda m, t, d: m[0]["outputs"]["strided"].update(aliases="y"), "aliases 'y', which is not an input"),
-}  # fmt: skip
+    "shape": (_input(shape=[4]), "says shape [4], the file holds [3]"),
+    "negative": (_input(shape=[-3]), "non-negative integers"),
+    "dtype": (_output("dense", dtype="float7"), "unknown dtype 'float7'"),
+    "wrong_dtype": (_output("dense", dtype="int64"), "says int64, the file holds torch.int32"),
+    "stride": (_output("strided", stride=[9, 1]), "output 'strided': the manifest says shape"),
+    "stride_rank": (_output("strided", stride=[8]), "'stride' must be a list of 2"),
+    "padding": (_output("strided", padding="zero"), "'padding' must be one of"),
+    "aliases": (_output("strided", aliases="y"), "aliases 'y', which is not an input"),
+}
 
 
 @pytest.mark.parametrize("name", BAD)

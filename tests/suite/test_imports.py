@@ -1,4 +1,5 @@
-"""Importing costs little and pulls in nothing that a machine might not have; constants agree across the divide."""
+"""Importing costs little and pulls in nothing that a machine might not have; constants agree across the
+divide."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from reference.recipes import RECIPES
 HEAVY = ("triton", "deep_gemm", "rich", "jinja2", "click", "matplotlib", "safetensors")
 
 
-@pytest.mark.parametrize("module", ["megamoe", "reference", "megamoe.cli", "megamoe.suite.table", "megamoe.quant_keys"])
+@pytest.mark.parametrize(
+    "module", ["megamoe", "reference", "megamoe.cli", "megamoe.suite.table", "megamoe.quant_keys"]
+)
 def test_import_pulls_in_little(module):
     code = f"import {module}, sys, json; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,5 @@
-"""`megamoe verify` turns red for one wrong bit in any output of any operation, and for every other kind of fault."""
+"""`megamoe verify` turns red for one wrong bit in any output of any operation, and for every other kind of
+fault."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from megamoe.suite.runner import execute, expected_outputs
 from megamoe.suite.table import table
 
 OUTPUTS = [
-    pytest.param(name, output, id=f"{name}-{output}") for name, row in table().items() for output in row.outputs
+    pytest.param(name, output, id=f"{name}-{output}")
+    for name, row in table().items()
+    for output in row.outputs
 ]
 
 
@@ -37,7 +40,9 @@ RETURNED = _outputs("returned")
 
 @functools.cache
 def _calls(operation, tier):
-    return [(case, case.operation.call(case.params, case.inputs())) for case in table()[operation].cases(tier)]
+    return [
+        (case, case.operation.call(case.params, case.inputs())) for case in table()[operation].cases(tier)
+    ]
 
 
 def _case(operation, accepts):
@@ -92,7 +97,9 @@ def test_one_flipped_bit_is_one_differing_byte(operation, output):
     wrong = _wrong_outputs(result)
     assert list(wrong) == [output]
     if output in call.returns and expected_outputs(case, call)[output].aliases:
-        assert "aliased argument" in wrong[output]["problem"]  # a bit cannot differ in the argument's own memory
+        assert (
+            "aliased argument" in wrong[output]["problem"]
+        )  # a bit cannot differ in the argument's own memory
     else:
         assert result["bytes_differing"] == 1
 
@@ -149,7 +156,9 @@ def test_wrong_form_of_a_returned_tensor(operation, output, fault):
 def test_changed_argument(operation):
     """Every argument that is only read is looked at after the call."""
     case, call = _case(operation, lambda call: _size(call) > 0)
-    names = [name for name, value in call.arguments.items() if isinstance(value, torch.Tensor) and value.numel()]
+    names = [
+        name for name, value in call.arguments.items() if isinstance(value, torch.Tensor) and value.numel()
+    ]
     for name in (names[0], names[-1]):
 
         def spoil(arguments, views, name=name):

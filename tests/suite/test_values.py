@@ -43,7 +43,9 @@ def test_position_has_a_scale_of_its_own_for_every_group():
     assert groups.scale_codes.unique().numel() == 4 * 28
 
 
-@pytest.mark.parametrize(("target", "recipe"), [(MXFP8, "fp8_ue8m0_g32"), (FP32, "fp8_fp32_g128")], ids=["mxfp8", "fp32"])
+@pytest.mark.parametrize(
+    ("target", "recipe"), [(MXFP8, "fp8_ue8m0_g32"), (FP32, "fp8_fp32_g128")], ids=["mxfp8", "fp32"]
+)
 def test_position_tells_shifts_apart(target, recipe):
     """Moving the scales by any small step in any direction changes most of them."""
     scales = quantize_fp8_groups(_draw("position", (32, 2304), target), RECIPES[recipe]).scales
@@ -52,7 +54,9 @@ def test_position_tells_shifts_apart(target, recipe):
         assert (moved != scales).float().mean() > 0.9, (rows, columns)
 
 
-@pytest.mark.parametrize(("target", "recipe"), [(MXFP8, "fp8_ue8m0_g32"), (FP32, "fp8_fp32_g128")], ids=["mxfp8", "fp32"])
+@pytest.mark.parametrize(
+    ("target", "recipe"), [(MXFP8, "fp8_ue8m0_g32"), (FP32, "fp8_fp32_g128")], ids=["mxfp8", "fp32"]
+)
 def test_ties_are_ties(target, recipe):
     """A fair share of the scaled values lies exactly half way between two codes."""
     found = quantize_fp8_groups(_draw("ties", (8, 512), target), RECIPES[recipe], intermediates=True)
@@ -93,5 +97,9 @@ def test_edges_surround_powers_of_two():
     amax = _draw("edges", (64, 1024), MXFP8, torch.float32).view(64, -1, 32).abs().amax(-1)
     for exponent in (-10, 0, 5):
         top = np.float32(448 * 2.0**exponent)
-        near = {float(np.nextafter(top, np.float32(0))), float(top), float(np.nextafter(top, np.float32(np.inf)))}
+        near = {
+            float(np.nextafter(top, np.float32(0))),
+            float(top),
+            float(np.nextafter(top, np.float32(np.inf))),
+        }
         assert near <= set(amax.flatten().tolist())

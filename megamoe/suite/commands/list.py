@@ -11,7 +11,9 @@ from megamoe.suite.operation import TIERS
 @click.command("list")
 @click.option("--op", "pattern", default="*", metavar="GLOB")
 @click.option("--cases", "show_cases", is_flag=True, help="List the ids of the cases.")
-@click.option("--tier", type=click.Choice(TIERS), default="default", show_default=True, help="Tier of --cases.")
+@click.option(
+    "--tier", type=click.Choice(TIERS), default="default", show_default=True, help="Tier of --cases."
+)
 @click.option("--json", "as_json", is_flag=True)
 def list_operations(pattern: str, show_cases: bool, tier: str, as_json: bool) -> None:
     """The operations: what implements them, recipes, outputs, number of cases, contract."""
@@ -32,7 +34,8 @@ def list_operations(pattern: str, show_cases: bool, tier: str, as_json: bool) ->
                         "name": row.name,
                         "reference": row.reference,
                         "implementations": [
-                            {"name": i.name, "target": i.target, "needs": list(i.needs)} for i in row.implementations
+                            {"name": i.name, "target": i.target, "needs": list(i.needs)}
+                            for i in row.implementations
                         ],
                         "recipes": list(row.recipes),
                         "outputs": {
@@ -56,7 +59,10 @@ def list_operations(pattern: str, show_cases: bool, tier: str, as_json: bool) ->
             for case in row.cases(chosen):
                 click.echo(case.id)
         return
-    table = Table(*("operation", "implementations", "recipes", "outputs", f"cases ({'/'.join(TIERS)})", "contract", "source"))
+    table = Table(caption=f"cases: {'/'.join(TIERS)}", caption_justify="left")
+    table.add_column("operation", no_wrap=True)
+    for heading in ("implementations", "recipes", "outputs", "cases", "contract", "source"):
+        table.add_column(heading, overflow="fold")
     for row in operations:
         table.add_row(
             row.name,

@@ -36,7 +36,8 @@ def stop(message: str) -> NoReturn:
 
 
 def check_implementation(name: str | None, operations: Sequence[Operation]) -> None:
-    """Stop unless --impl names an implementation of the table or an importable module with one of the functions."""
+    """Stop unless --impl names an implementation of the table or an importable module with one of the
+    functions."""
     if name is None:
         return
     if not is_module(name):
@@ -96,13 +97,17 @@ def progress(total: int, what: str, show: bool) -> Iterator[Callable[[int], None
     yield advance
 
 
-def print_results(results: Sequence[Result], seconds: float, title: str, commands: Sequence[str] = ()) -> None:
+def print_results(
+    results: Sequence[Result], seconds: float, title: str, commands: Sequence[str] = ()
+) -> None:
     """The table, what differs, what did not run and why, and the totals."""
     screen = console()
     screen.print(_table(summarize(results), title))
     failures = [result for result in results if result.status == "failed"]
     for result in failures[:_SHOWN_FAILURES]:
-        screen.print(f"[red]FAILED[/red] {result.case} ({result.implementation}, {result.device})", soft_wrap=True)
+        screen.print(
+            f"[red]FAILED[/red] {result.case} ({result.implementation}, {result.device})", soft_wrap=True
+        )
         for problem in result.problems():
             screen.print(f"  {problem}", markup=False, soft_wrap=True)
     if len(failures) > _SHOWN_FAILURES:
@@ -113,11 +118,14 @@ def print_results(results: Sequence[Result], seconds: float, title: str, command
     if skips:
         screen.print("Not run:")
         for (op, implementation, reason), count in skips.items():
-            screen.print(f"  {count:4} cases of {op} with {implementation}: {reason}", markup=False, soft_wrap=True)
+            screen.print(
+                f"  {count:4} cases of {op} with {implementation}: {reason}", markup=False, soft_wrap=True
+            )
     skipped = sum(skips.values())
     screen.print(
         f"{len(results) - skipped} cases, {sum(r.bytes_compared for r in results):,} bytes compared, "
-        f"{sum(r.bytes_differing for r in results):,} differ; {len(failures)} failed, {skipped} skipped; {seconds:.1f} s",
+        f"{sum(r.bytes_differing for r in results):,} differ; {len(failures)} failed, {skipped} skipped; "
+        f"{seconds:.1f} s",
         style="red" if failures else "green",
     )
 

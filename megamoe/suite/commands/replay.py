@@ -19,11 +19,19 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("bundles", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--impl", default="reference", show_default=True, help="An implementation, or package.module[:prefix].")
+@click.option(
+    "--impl", default="reference", show_default=True, help="An implementation, or package.module[:prefix]."
+)
 @click.option("--case", "pattern", default="*", metavar="GLOB", help="Cases by name.")
 @click.option("--op", "operation", default="*", metavar="GLOB", help="Cases by operation.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: cpu for the reference, else cuda if there is one.")
-@click.option("--require", "required", multiple=True, metavar="CAP", help="A skip for lack of CAP is a failure.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Default: cpu for the reference, else cuda if there is one.",
+)
+@click.option(
+    "--require", "required", multiple=True, metavar="CAP", help="A skip for lack of CAP is a failure."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def replay(
     bundles: tuple[Path, ...], impl: str, pattern: str, operation: str, device: str | None,
