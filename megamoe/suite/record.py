@@ -36,7 +36,7 @@ FILE_MB = 256
 @click.option(
     "--file-mb", type=click.IntRange(min=1), default=FILE_MB, show_default=True, help="Size of a file."
 )
-@click.option("--isolate/--no-isolate", default=None, help="A process an operation. Default: on cuda.")
+@click.option("--isolate/--no-isolate", default=None, help="A process a kernel. Default: on cuda.")
 @click.option("--json", "json_target", metavar="FILE", help="Write the results as JSON.")
 def record(
     impl: str, pattern: str, case_pattern: str, tier: Tier, out: Path, device: str | None,
@@ -81,8 +81,8 @@ def record(
     producer = ", ".join(map(recording.describe_producer, names))
     writer = recording.BundleWriter(out, producer, environment["device"], file_mb << 20)
     started = time.perf_counter()
-    chosen = list(dict.fromkeys(case.operation.name for case, _ in pairs))
-    if (device == "cuda" and len(chosen) > 1) if isolate is None else isolate:
+    groups = recording.groups_of(pairs, device)
+    if (device == "cuda" and len(groups) > 1) if isolate is None else isolate:
         arguments = [
             "--impl",
             impl,
@@ -95,7 +95,11 @@ def record(
             "--repeat",
             str(repeat),
         ]
-        documents = recording.record_in_processes(chosen, writer, arguments, click.echo)
+        # What cannot run here needs no process to say so.
+        idle = [pair for pair in pairs if pair[0].operation.name in _names(groups, runnable=False)]
+        documents = [as_json(recording.record_cases(idle, writer, device))] if idle else []
+        running = [names for names, runnable in groups if runnable]
+        documents += recording.record_in_processes(running, writer, arguments, click.echo)
         totals = {
             key: sum(document.get(key, 0) for document in documents)
             for key in ("cases", "passed", "failed", "skipped", "bytes_compared", "bytes_differing")
@@ -130,3 +134,7 @@ def record(
         sys.exit(1)
     if not writer.files:
         output.stop("nothing was recorded: every case was skipped")
+
+
+def _names(groups: list[tuple[str, bool]], *, runnable: bool) -> set[str]:
+    return {name for names, runs in groups if runs == runnable for name in names.split(",")}

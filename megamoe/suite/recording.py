@@ -21,9 +21,9 @@ from megamoe.suite.buffers import Buffer
 from megamoe.suite.compare import Observed
 from megamoe.suite.operation import Case, Implementation, load
 from megamoe.suite.replay import record_case
-from megamoe.suite.runner import Result, compare_outputs, execute, run_case
+from megamoe.suite.runner import Result, compare_outputs, execute, run_case, why_skipped
 
-__all__ = ["BundleWriter", "describe_producer", "record_cases", "record_in_processes"]
+__all__ = ["BundleWriter", "describe_producer", "groups_of", "record_cases", "record_in_processes"]
 
 
 class BundleWriter:
@@ -157,18 +157,38 @@ def _broken_context() -> str:
     return ""
 
 
-def record_in_processes(
-    operations: Sequence[str], writer: BundleWriter, arguments: Sequence[str], progress: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """One ``megamoe record`` process for each operation, the parts put together: the documents of --json.
+def groups_of(pairs: Sequence[tuple[Case, Implementation]], device: str) -> list[tuple[str, bool]]:
+    """Operations that share a process, as globs, and whether any of their cases can run here at all.
 
-    A process that dies costs its operation's cases, and its document says how it ended.
+    Operations with the same needs go together: each kernel of a library is a need of its own, and gets a
+    process. Of functions without needs nothing is known: each gets one.
+    """
+    names: dict[tuple[str, ...], dict[str, None]] = {}
+    runnable: dict[tuple[str, ...], bool] = {}
+    needs: dict[str, set[str]] = {}
+    for case, implementation in pairs:
+        needs.setdefault(case.operation.name, set()).update(implementation.needs)
+    for case, implementation in pairs:
+        name = case.operation.name
+        key = tuple(sorted(needs[name])) or (name,)
+        names.setdefault(key, {})[name] = None
+        runs = why_skipped(implementation, device, case) is None
+        runnable[key] = runnable.get(key, False) or runs
+    return [(",".join(found), runnable[key]) for key, found in names.items()]
+
+
+def record_in_processes(
+    groups: Sequence[str], writer: BundleWriter, arguments: Sequence[str], progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """One ``megamoe record`` process for each group, the parts put together: the documents of --json.
+
+    A process that dies costs its group's cases, and its document says how it ended.
     """
     documents = []
     with tempfile.TemporaryDirectory(prefix="megamoe-record-") as folder:
-        for name in operations:
-            part, report = Path(folder) / f"{name}.safetensors", Path(folder) / f"{name}.json"
-            command = [sys.executable, "-m", "megamoe", "record", "--no-isolate", "--op", name, *arguments]
+        for number, names in enumerate(groups):
+            part, report = Path(folder) / f"{number}.safetensors", Path(folder) / f"{number}.json"
+            command = [sys.executable, "-m", "megamoe", "record", "--no-isolate", "--op", names, *arguments]
             done = subprocess.run(
                 [*command, "--out", str(part), "--json", str(report)],
                 capture_output=True,
@@ -177,15 +197,14 @@ def record_in_processes(
             )
             if report.is_file():
                 documents.append(json.loads(report.read_text()))
+                progress(done.stdout.rstrip())
             else:
                 tail = (done.stderr or done.stdout).strip().splitlines()[-5:]
                 error = f"the process ended with {done.returncode}: {' | '.join(tail)}"
-                documents.append({"op": name, "cases": 0, "failed": 1, "error": error})
+                documents.append({"op": names, "cases": 0, "failed": 1, "error": error})
+                progress(f"{names}: {error}")
             for file in documents[-1].get("files", []):
                 for case in bundle.read_bundle(file).cases:
                     writer.add(case)
-            progress(
-                f"{name}\n{done.stdout.rstrip()}" if report.is_file() else f"{name}: {documents[-1]['error']}"
-            )
     writer.flush()
     return documents
