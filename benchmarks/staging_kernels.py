@@ -23,12 +23,18 @@ from megamoe.kernels.tuning import Tile
 LAUNCHES, REPLAYS, TOPK, EXPERTS = 20, 15, 8, 256
 ROTATION_BYTES = 256 << 20
 CANDIDATES = {
-    "fp8": [(1, 256, 1), (1, 512, 1), (1, 512, 2), (1, 1024, 2), (1, 1024, 4), (2, 1024, 4), (4, 1024, 4),
-            (4, 512, 4), (8, 256, 4), (2, 512, 1)],
-    "token": [(1, 1024, 2), (1, 1024, 4), (1, 1024, 8), (1, 512, 2), (1, 512, 4), (1, 2048, 4), (1, 2048, 8),
-              (1, 8192, 8), (1, 8192, 16)],
-    "block": [(1, 256, 1), (1, 512, 1), (1, 512, 2), (1, 1024, 4), (2, 1024, 4), (4, 1024, 4), (2, 512, 2)],
+    "fp8": [(1, 512, 1), (1, 1024, 2), (1, 1024, 4), (2, 1024, 4)],
+    "token": [(1, 2048, 4), (1, 4096, 8), (1, 8192, 16), (1, 4096, 4), (1, 8192, 8), (1, 1024, 2)],
+    "block": [(1, 512, 1), (1, 1024, 1), (1, 1024, 2), (2, 1024, 4), (4, 1024, 4), (4, 1024, 8), (8, 512, 8)],
 }  # fmt: skip
+
+EPLB_VARIANTS = (
+    ("LANE_SLOTS", 4),
+    ("COUNTING_PROGRAMS", 64),
+    ("COUNTING_TILES", 64),
+    ("COUNTING_SLOTS", 4096),
+    ("MAX_LOAD_BINS", 0),
+)
 
 
 def buffers(operation: str, tokens: int, hidden: int) -> dict[str, torch.Tensor]:
@@ -160,6 +166,14 @@ def report(operation: str, tokens: list[int], hidden: int, tiles: list[tuple[int
                     state = layer_state()
                     calls = [partial(FUNCTIONS[operation], **b, eplb_state=state) for b in sets]
                     rows.setdefault("tables+eplb", []).append(time_us(calls))
+                    for name, value in EPLB_VARIANTS if operation == "fp8" else ():
+                        kept = getattr(tuning, name)
+                        setattr(tuning, name, value)
+                        rows.setdefault(f"eplb {name} {value}", []).append(time_us(calls))
+                        setattr(tuning, name, kept)
+                    assert state.should_record_tensor is not None
+                    state.should_record_tensor.fill_(False)
+                    rows.setdefault("eplb, not recording", []).append(time_us(calls))
             except Exception as error:
                 print(f"{name}: {type(error).__name__}: {str(error)[:200]}")
                 rows.setdefault(name, []).append(float("nan"))

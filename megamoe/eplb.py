@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megamoe.kernels import checks
+from megamoe.kernels import checks, tuning
 
 _MICRO_BATCH: contextvars.ContextVar[int] = contextvars.ContextVar("megamoe_micro_batch", default=0)
 
@@ -179,13 +179,14 @@ def eplb_map_to_physical_and_record(
 
     ids = topk_ids.contiguous()
     physical_ids = torch.empty_like(ids)
-    block = 4096 if is_interpreted(ids.device) else 256
+    block = 4096 if is_interpreted(ids.device) else 1024
+    bins = tuning.load_bins(tensors.load.shape[0])
     launch(
         eplb_kernel,
         -(-ids.numel() // block),
         ids.device,
         (ids, physical_ids, ids.numel(), ids.shape[1], pack_eplb(tensors)),
-        {"BLOCK": block},
+        {"BLOCK": block, "LOAD_BINS": bins if ids.numel() >= bins else 0},
         num_warps=4,
     )
     return physical_ids

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megamoe.eplb import EplbLayerState, active_tensors
+from megamoe.eplb import EplbLayerState, EplbTensors, active_tensors
 from megamoe.kernels import checks, constants, tuning
 from megamoe.kernels.launch import is_interpreted, launch
 from megamoe.quant_keys import UE8M0_DTYPES, QuantKey, kMxfp8Dynamic
@@ -134,21 +134,46 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
 
 
+def _as_integers(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """The rows as wider integers, or None where they are not dense or not aligned."""
+    size, per_word = dtype.itemsize, dtype.itemsize // tensor.element_size()
+    rows, columns = tensor.shape
+    stride = tensor.stride(0) if rows > 1 else 0
+    dense = columns <= 1 or tensor.stride(1) == 1
+    if not dense or tensor.data_ptr() % size or tensor.storage_offset() % per_word or stride % per_word:
+        return None
+    return tensor.as_strided((rows, columns), (stride, 1)).view(dtype)
+
+
 def _as_words(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
-    """Packed FP4 rows as int32 words where their alignment allows it: (pointer, row stride, words)."""
+    """Packed FP4 rows as int32 words where they can be: (tensor, row stride, whether they are)."""
     x = _as_bytes(x)
-    stride = x.stride(0) if x.shape[0] > 1 else 0
-    if x.data_ptr() % 4 or x.storage_offset() % 4 or stride % 4:
-        return x, stride, False
-    return x.as_strided(tuple(x.shape), (stride, 1)).view(torch.int32), stride // 4, True
+    words = _as_integers(x, torch.int32)
+    return (x, x.stride(0), False) if words is None else (words, words.stride(0), True)
 
 
-def _routing_constants(topk: int, num_tokens: int, interpreted: bool) -> dict[str, int]:
+def _as_pairs(hidden: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Rows as integers of two elements where they can be: (tensor, whether they are)."""
+    pairs = _as_integers(hidden, torch.int64 if hidden.dtype == torch.float32 else torch.int32)
+    return (hidden, False) if pairs is None else (pairs, True)
+
+
+def _routing_constants(
+    topk: int, num_tokens: int, eplb: EplbTensors | None, num_warps: int, interpreted: bool
+) -> dict[str, int]:
+    num_physical = 0 if eplb is None else eplb.load.shape[0]
+    tile = tuning.routing_tile(topk, num_tokens, num_physical, num_warps, interpreted)
     return {
         "TOPK": topk,
         "TOPK_PADDED": tuning.power_of_two(topk),
-        "ROUTING_TOKENS": tuning.routing_tokens(topk, num_tokens, interpreted),
+        "ROUTING_TOKENS": tile.tokens,
+        "ROUTING_TILES": tile.tiles,
+        "LOAD_BINS": tile.load_bins,
     }
+
+
+def _routing_programs(num_tokens: int, routing: dict[str, int]) -> int:
+    return -(-num_tokens // (routing["ROUTING_TOKENS"] * routing["ROUTING_TILES"]))
 
 
 def _launch_groups(
@@ -161,16 +186,17 @@ def _launch_groups(
     group: int,
     topk: tuple[Any, ...],
     num_topk: int,
-    eplb: tuple[Any, ...] | None,
+    eplb: EplbTensors | None,
 ) -> None:
     from megamoe.kernels.fp8_groups import stage_groups_kernel
+    from megamoe.kernels.routing import pack_eplb
 
     num_tokens, size = hidden.shape
     interpreted = is_interpreted(hidden.device)
     tile = tuning.column_tile(tuning.GROUP_RULES, num_tokens, size, interpreted)
     column_tiles = -(-size // tile.block_h)
-    routing = _routing_constants(num_topk, num_tokens, interpreted)
-    routing_programs = -(-num_tokens // routing["ROUTING_TOKENS"])
+    routing = _routing_constants(num_topk, num_tokens, eplb, tile.num_warps, interpreted)
+    routing_programs = _routing_programs(num_tokens, routing)
     block_m = shared_block_m or 1
     launch(
         stage_groups_kernel,
@@ -190,7 +216,7 @@ def _launch_groups(
             num_tokens,
             routing_programs,
             topk,
-            eplb,
+            pack_eplb(eplb),
         ),
         {
             "MODE": mode,
@@ -289,7 +315,7 @@ def prepare_megamoe_inputs(
             *(eplb.inputs if eplb else []),
         ],
     )
-    from megamoe.kernels.routing import pack_eplb, pack_topk
+    from megamoe.kernels.routing import pack_topk
 
     _launch_groups(
         hidden,
@@ -301,7 +327,7 @@ def prepare_megamoe_inputs(
         group,
         pack_topk(topk_ids, topk_weights, topk_idx_out, topk_weights_out, is_padding),
         topk,
-        pack_eplb(eplb),
+        eplb,
     )
 
 
@@ -436,9 +462,10 @@ def prepare_megamoe_nvfp4_inputs(
 
     interpreted = is_interpreted(device)
     tile = tuning.row_tile(num_tokens, size, interpreted)
-    routing = _routing_constants(topk, num_tokens, interpreted)
+    routing = _routing_constants(topk, num_tokens, eplb, tile.num_warps, interpreted)
     # The first routing program also writes l2_alpha, so there is one even without tokens.
-    routing_programs = max(1, -(-num_tokens // routing["ROUTING_TOKENS"]))
+    routing_programs = max(1, _routing_programs(num_tokens, routing))
+    source, pairs = _as_pairs(hidden)
     words, x_stride, x_words = _as_words(x)
     scale_bytes = _as_bytes(x_sf)  # little-endian words: byte g of a row is the scale of group g
     block_m = shared_block_m or 1
@@ -447,12 +474,12 @@ def prepare_megamoe_nvfp4_inputs(
         routing_programs + -(-num_tokens // tile.block_m),
         device,
         (
-            hidden,
-            *hidden.stride(),
+            source,
+            *source.stride(),
             words,
             x_stride,
             scale_bytes,
-            *scale_bytes.stride(),
+            scale_bytes.stride(0),
             x_scales,
             x_scales.stride(0),
             _as_bytes(shared_x) if shared_x is not None and mxfp8 else shared_x,
@@ -477,8 +504,9 @@ def prepare_megamoe_nvfp4_inputs(
             "CHUNKS": -(-size // tile.block_h),
             "BLOCK_M": tile.block_m,
             "BLOCK_H": tile.block_h,
+            "PAIRS": pairs,
+            "DTYPE": str(hidden.dtype).removeprefix("torch."),
             "X_WORDS": x_words,
-            "EXACT_DIVISION": hidden.dtype == torch.float32,
             "EXPERTS_PADDED": tuning.power_of_two(max(num_experts, 1)),
             **routing,
         },
@@ -533,8 +561,9 @@ def prepare_megamoe_nvfp4_block_inputs(
     interpreted = is_interpreted(hidden.device)
     tile = tuning.column_tile(tuning.BLOCK_RULES, num_tokens, size, interpreted)
     column_tiles = -(-size // tile.block_h)
-    routing = _routing_constants(topk, num_tokens, interpreted)
-    routing_programs = -(-num_tokens // routing["ROUTING_TOKENS"])
+    routing = _routing_constants(topk, num_tokens, None, tile.num_warps, interpreted)
+    routing_programs = _routing_programs(num_tokens, routing)
+    source, pairs = _as_pairs(hidden)
     words, x_stride, x_words = _as_words(x)
     scales = _as_bytes(x_sf)
     launch(
@@ -542,8 +571,8 @@ def prepare_megamoe_nvfp4_block_inputs(
         routing_programs + -(-num_tokens // tile.block_m) * column_tiles,
         hidden.device,
         (
-            hidden,
-            *hidden.stride(),
+            source,
+            *source.stride(),
             words,
             x_stride,
             scales,
@@ -558,6 +587,8 @@ def prepare_megamoe_nvfp4_block_inputs(
             "COLUMN_TILES": column_tiles,
             "BLOCK_M": tile.block_m,
             "BLOCK_H": tile.block_h,
+            "PAIRS": pairs,
+            "DTYPE": str(hidden.dtype).removeprefix("torch."),
             "X_WORDS": x_words,
             **routing,
         },
@@ -602,7 +633,7 @@ def prepare_megamoe_nvfp4_with_norm(
     )
     if num_tokens == 0:
         return
-    from megamoe.kernels.nvfp4 import stage_nvfp4_norm_kernel
+    from megamoe.kernels.nvfp4_norm import stage_nvfp4_norm_kernel
 
     words, x_stride, x_words = _as_words(x)
     scales = _as_bytes(x_sf)

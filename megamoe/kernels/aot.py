@@ -39,12 +39,14 @@ _DIVISIBLE = [["tt.divisibility", 16]]
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one target: PTX text, SASS text, and the resource-usage line of the cubin."""
+    """One kernel for one target: PTX text, SASS text, the resource-usage line of the cubin, and the shared
+    memory that a launch asks for (dynamic: the cubin does not tell)."""
 
     target: str
     ptx: str
     sass: str
     usage: str
+    shared_bytes: int
 
 
 @dataclass(frozen=True)
@@ -112,19 +114,19 @@ def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def compile_launch(launch: Launch, capability: int) -> Compiled:
+def compile_launch(launch: Launch, capability: int, **options: Any) -> Compiled:
     """Compile for compute capability 90 (sm_90a) or 100 (sm_100a); needs no GPU and no driver."""
     compiled = triton.compile(
         source(launch),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": launch.num_warps, "enable_fp_fusion": False},
+        options={"num_warps": launch.num_warps, "enable_fp_fusion": False, **options},
     )
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         sass = _run(str(_tool("nvdisasm")), "-c", str(cubin))
         usage = _run(str(_tool("cuobjdump")), "--dump-resource-usage", str(cubin))
-    return Compiled(f"sm_{capability}a", compiled.asm["ptx"], sass, usage)
+    return Compiled(f"sm_{capability}a", compiled.asm["ptx"], sass, usage, compiled.metadata.shared)
 
 
 _INSTRUCTION = re.compile(r"^\s*(?:/\*[0-9a-f]+\*/)?\s*(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)\s", re.MULTILINE)
@@ -154,7 +156,7 @@ def describe(compiled: Compiled) -> Facts:
         for op in _INSTRUCTION.findall(compiled.sass)
         if not op.startswith(("NOP", "BRA", "EXIT")) or op == "EXIT"
     ]
-    usage = dict(re.findall(r"(REG|STACK|SHARED):(\d+)", compiled.usage))
+    usage = dict(re.findall(r"(REG|STACK):(\d+)", compiled.usage))
     loads: Counter[int] = Counter(_access_bytes(op) for op in opcodes if op.startswith("LDG"))
     stores: Counter[int] = Counter(_access_bytes(op) for op in opcodes if op.startswith("STG"))
     return Facts(
@@ -162,7 +164,7 @@ def describe(compiled: Compiled) -> Facts:
         registers=int(usage["REG"]),
         stack_bytes=int(usage["STACK"]),
         local_accesses=sum(op.startswith(("LDL", "STL")) for op in opcodes),
-        shared_bytes=int(usage["SHARED"]),
+        shared_bytes=compiled.shared_bytes,
         instructions=len(opcodes),
         opcodes=dict(Counter(op.split(".")[0] for op in opcodes)),
         loads=dict(loads),

@@ -101,10 +101,14 @@ def stage_groups_kernel(
     TOPK: tl.constexpr,
     TOPK_PADDED: tl.constexpr,
     ROUTING_TOKENS: tl.constexpr,
+    ROUTING_TILES: tl.constexpr,
+    LOAD_BINS: tl.constexpr,
 ):
     program = tl.program_id(0)
     if program < num_routing_programs:
-        store_topk(program * ROUTING_TOKENS, num_tokens, topk, eplb, TOPK, TOPK_PADDED, ROUTING_TOKENS)
+        store_topk(
+            program, num_tokens, topk, eplb, TOPK, TOPK_PADDED, ROUTING_TOKENS, ROUTING_TILES, LOAD_BINS
+        )
     else:
         tile = program - num_routing_programs
         first_column = (tile % COLUMN_TILES) * BLOCK_H

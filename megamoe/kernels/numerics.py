@@ -152,23 +152,43 @@ def nvfp4_scale_code(amax):
 
 
 @triton.jit
-def e2m1_code(magnitude, sign_bits):
-    """E2M1 codes 0..15 (uint32) of magnitudes in [0, 7), ties to even codes; bit 3 is the sign.
-
-    A negative value that rounds to zero gets code 8 here; `drop_negative_zeros` repairs packed codes.
+def e2m1_code_on_top(magnitude):
+    """uint32 whose three highest bits are the E2M1 code of a magnitude in [0, 7), ties to even codes.
 
     b is the power of two of the value's binade (at least 1), so the grid step is b / 2. Adding
     b * (2^22 + 3) leaves the value rounded to that step, to nearest even, in the low bits of the sum:
-    bits = (149 + e) << 23 | (6 + k) with b = 2^e and k steps, and the code is k + 2 e.
+    bits = (149 + e) << 23 | (6 + k) with b = 2^e and k steps, and the code is k + 2 e. The product adds
+    bits << 29 and (bits >> 22) << 29 (plus what lies below): 6 + k + 298 + 2 e = k + 2 e modulo 8.
     """
     binade = bits_float(float_bits(maximum_number(magnitude, 1.0)) & 0x7F800000)
     total = float_bits(tl.fma(binade, 4194307.0, magnitude))
-    code = total + (total >> 22)  # low three bits: 6 + k + 298 + 2 e = k + 2 e modulo 8
-    return (code & 7) | ((sign_bits >> 28) & 8)
+    return total * 0x20000080
 
 
 @triton.jit
-def drop_negative_zeros(packed):
-    """Clears the sign of every nibble (of a uint32) whose magnitude is zero."""
-    nonzero = (packed | (packed >> 1) | (packed >> 2)) & 0x11111111
-    return packed & ((nonzero << 3) | 0x77777777)
+def split_four(values):
+    """[M, G, 4] -> its four [M, G]; without moving data where a thread holds all four."""
+    even, odd = tl.split(tl.reshape(values, (values.shape[0], values.shape[1], 2, 2)))
+    v0, v2 = tl.split(even)
+    v1, v3 = tl.split(odd)
+    return v0, v1, v2, v3
+
+
+@triton.jit
+def pack_e2m1(even, odd, even_signs, odd_signs):
+    """Eight E2M1 codes a uint32 word, column 0 in the lowest nibble: magnitudes [M, G, 4] -> [M, G].
+
+    `even` and `odd` are the magnitudes of columns 0, 2, 4, 6 and 1, 3, 5, 7; the signs are those of
+    `even_signs` and `odd_signs`. The sign and then the three code bits are shifted in from the right, last
+    column first. The sign of a zero is dropped: production's quantizers never write code 8.
+    """
+    even_codes, odd_codes = split_four(e2m1_code_on_top(even)), split_four(e2m1_code_on_top(odd))
+    even_bits, odd_bits = split_four(float_bits(even_signs)), split_four(float_bits(odd_signs))
+    word = tl.zeros_like(even_codes[0])
+    for i in tl.static_range(4):
+        word = (word << 1) | (odd_bits[3 - i] >> 31)
+        word = (word << 3) | (odd_codes[3 - i] >> 29)
+        word = (word << 1) | (even_bits[3 - i] >> 31)
+        word = (word << 3) | (even_codes[3 - i] >> 29)
+    nonzero = (word | (word >> 1) | (word >> 2)) & 0x11111111
+    return word & ((nonzero << 3) | 0x77777777)

@@ -26,12 +26,14 @@ UNSPECIALIZED = [*UNSPECIALIZED_ROUTED, "shared_block_m", "shared_page_rows"]
 
 
 @triton.jit
-def map_and_record(ids, tokens, mask, eplb):
-    """Physical ids of logical ids [tokens, K], recording the load on the way.
+def map_and_record(ids, tokens, mask, eplb, found, LOAD_BINS: tl.constexpr):
+    """(physical ids of logical ids [tokens, K], load counted so far).
 
     The replica is hash(token) modulo the replica count, with the hash in unsigned 32-bit arithmetic.
     Ids outside [0, num_logical) become -1. `record` points to the record flag; `num_unpadded` points
     to the number of tokens whose load counts, or is None where all do.
+    LOAD_BINS: a power of two not below num_physical to count in `found` [LOAD_BINS] for `add_load`; 0 to
+    add to the load slot by slot, which is slow where many slots meet in few counters.
     """
     (
         expert_map,
@@ -57,21 +59,41 @@ def map_and_record(ids, tokens, mask, eplb):
     physical = tl.load(
         expert_map + safe_ids * expert_map_stride + replica * slot_stride, mask=mapped, other=-1
     ).to(tl.int64)
-    limit = 0x7FFFFFFF
-    if num_unpadded is not None:
-        limit = tl.load(num_unpadded)
-    limit = tl.where(tl.load(record) != 0, limit, 0)
-    counts = mapped & (physical >= 0) & (physical < num_physical) & (tokens < limit)
-    # The order of the additions does not matter and nothing waits for them.
-    tl.atomic_add(load + physical * load_stride, 1, mask=counts, sem="relaxed")
-    return physical
+    if tl.load(record) != 0:
+        counts = mapped & (physical >= 0) & (physical < num_physical)
+        if num_unpadded is not None:
+            counts = counts & (tokens < tl.load(num_unpadded))
+        if LOAD_BINS == 0:
+            # The order of the additions does not matter and nothing waits for them.
+            tl.atomic_add(load + physical * load_stride, 1, mask=counts, sem="relaxed")
+        else:
+            flat = tl.reshape(tl.where(counts, physical, 0).to(tl.int32), (physical.numel,))
+            found += tl.histogram(flat, LOAD_BINS, mask=tl.reshape(counts, (physical.numel,)))
+    return physical, found
+
+
+@triton.jit
+def add_load(eplb, found, LOAD_BINS: tl.constexpr):
+    """Adds what a program counted; zero where nothing is to be recorded."""
+    load, load_stride, num_physical = eplb[5], eplb[6], eplb[11]
+    expert = tl.arange(0, LOAD_BINS)
+    hit = (found > 0) & (expert < num_physical)
+    tl.atomic_add(load + expert.to(tl.int64) * load_stride, found, mask=hit, sem="relaxed")
 
 
 @triton.jit
 def store_topk(
-    first_token, num_tokens, topk, eplb, TOPK: tl.constexpr, TOPK_PADDED: tl.constexpr, TOKENS: tl.constexpr
+    program,
+    num_tokens,
+    topk,
+    eplb,
+    TOPK: tl.constexpr,
+    TOPK_PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILES: tl.constexpr,
+    LOAD_BINS: tl.constexpr,
 ):
-    """Repacks the routing of TOKENS tokens: ids to int64, weights to float32, padding tokens to -1 and 0.
+    """Repacks the routing of TILES times TOKENS tokens: int64 ids, float32 weights, padding as -1 and 0.
 
     `topk` is `pack_topk(...)`, `eplb` is `pack_eplb(...)` or None.
     """
@@ -91,36 +113,46 @@ def store_topk(
         is_padding,
         is_padding_stride,
     ) = topk
-    tokens = first_token + tl.arange(0, TOKENS)
     slots = tl.arange(0, TOPK_PADDED)[None, :]
-    live = tokens < num_tokens
-    mask = live[:, None] & (slots < TOPK)
-    rows = tokens.to(tl.int64)[:, None]
-    ids = tl.load(topk_ids + rows * ids_stride_m + slots * ids_stride_k, mask=mask, other=0).to(tl.int64)
-    weights = tl.load(
-        topk_weights + rows * weights_stride_m + slots * weights_stride_k, mask=mask, other=0.0
-    ).to(tl.float32)
-    if is_padding is not None:
-        padded = tl.load(is_padding + tokens.to(tl.int64) * is_padding_stride, mask=live, other=0) != 0
-        ids = tl.where(padded[:, None], PADDING_EXPERT_ID, ids)
-        weights = tl.where(padded[:, None], PADDING_WEIGHT, weights)
-    if eplb is not None:
-        token_of_slot = tl.broadcast_to(tokens[:, None], (TOKENS, TOPK_PADDED))
-        ids = map_and_record(ids, token_of_slot, mask, eplb)
-    tl.store(topk_idx_out + rows * idx_out_stride_m + slots * idx_out_stride_k, ids, mask=mask)
-    tl.store(
-        topk_weights_out + rows * weights_out_stride_m + slots * weights_out_stride_k, weights, mask=mask
-    )
+    found = tl.zeros((LOAD_BINS if LOAD_BINS else 1,), tl.int32)
+    for tile in range(TILES):
+        tokens = (program * TILES + tile) * TOKENS + tl.arange(0, TOKENS)
+        live = tokens < num_tokens
+        mask = live[:, None] & (slots < TOPK)
+        rows = tokens.to(tl.int64)[:, None]
+        ids = tl.load(topk_ids + rows * ids_stride_m + slots * ids_stride_k, mask=mask, other=0).to(tl.int64)
+        weights = tl.load(
+            topk_weights + rows * weights_stride_m + slots * weights_stride_k, mask=mask, other=0.0
+        ).to(tl.float32)
+        if is_padding is not None:
+            padded = tl.load(is_padding + tokens.to(tl.int64) * is_padding_stride, mask=live, other=0) != 0
+            ids = tl.where(padded[:, None], PADDING_EXPERT_ID, ids)
+            weights = tl.where(padded[:, None], PADDING_WEIGHT, weights)
+        if eplb is not None:
+            token_of_slot = tl.broadcast_to(tokens[:, None], (TOKENS, TOPK_PADDED))
+            ids, found = map_and_record(ids, token_of_slot, mask, eplb, found, LOAD_BINS)
+        tl.store(topk_idx_out + rows * idx_out_stride_m + slots * idx_out_stride_k, ids, mask=mask)
+        tl.store(
+            topk_weights_out + rows * weights_out_stride_m + slots * weights_out_stride_k, weights, mask=mask
+        )
+    if LOAD_BINS != 0:
+        add_load(eplb, found, LOAD_BINS)
 
 
 @triton.jit(do_not_specialize=["num_ids"])
-def eplb_kernel(topk_ids, physical_ids, num_ids, num_slots, eplb, BLOCK: tl.constexpr):
+def eplb_kernel(
+    topk_ids, physical_ids, num_ids, num_slots, eplb, BLOCK: tl.constexpr, LOAD_BINS: tl.constexpr
+):
     """The stand-alone form on contiguous ids; ids wrap to int32 first, as in production."""
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = position < num_ids
     ids = tl.load(topk_ids + position, mask=mask, other=-1).to(tl.int32)
-    physical = map_and_record(ids, (position // num_slots).to(tl.int32), mask, eplb)
+    found = tl.zeros((LOAD_BINS if LOAD_BINS else 1,), tl.int32)
+    tokens = (position // num_slots).to(tl.int32)
+    physical, found = map_and_record(ids, tokens, mask, eplb, found, LOAD_BINS)
     tl.store(physical_ids + position, physical, mask=mask)
+    if LOAD_BINS != 0:
+        add_load(eplb, found, LOAD_BINS)
 
 
 def pack_topk(

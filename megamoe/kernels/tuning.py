@@ -26,21 +26,21 @@ class Rule:
     tile: Tile
 
 
-GROUP_RULES = (
-    Rule(32, Tile(1, 256, 1)),
-    Rule(512, Tile(1, 1024, 4)),
+GROUP_RULES = (Rule(None, Tile(1, 1024, 2)),)
+BLOCK_RULES = (
+    Rule(32, Tile(1, 512, 1)),
     Rule(None, Tile(2, 1024, 4)),
 )
-BLOCK_RULES = (
-    Rule(32, Tile(1, 256, 1)),
-    Rule(None, Tile(1, 1024, 4)),
-)
 TOKEN_RULES = (
-    Rule(256, Tile(1, 1024, 8)),
-    Rule(None, Tile(1, 1024, 4)),
+    Rule(256, Tile(1, 4096, 8)),
+    Rule(None, Tile(1, 2048, 4)),
 )
-NORM_TILE = Tile(1, 2048, 8)
-ROUTING_ELEMENTS = 512  # token slots of one routing program
+NORM_TILE = Tile(1, 2048, 4)
+LANE_SLOTS = 1  # token slots of a lane in a routing tile: more of them cost the quantizers' registers
+COUNTING_SLOTS = 16384  # token slots of a call from which a program counts the load before it adds it
+COUNTING_PROGRAMS = 32  # as many programs share the counting, until a program has COUNTING_TILES tiles
+COUNTING_TILES = 32
+MAX_LOAD_BINS = 1024
 
 
 def power_of_two(value: int) -> int:
@@ -77,19 +77,39 @@ def column_tile(rules: tuple[Rule, ...], num_tokens: int, hidden: int, interpret
 
 
 def row_tile(num_tokens: int, hidden: int, interpreted: bool) -> Tile:
-    """For the two-level kernel, whose programs hold whole rows in at most eight chunks of columns."""
+    """For the two-level kernel, whose programs hold whole rows, in chunks of block_h columns."""
     if interpreted:
         columns = power_of_two(hidden)
         return Tile(_interpreted_rows(num_tokens, columns), columns, 4)
     tile = _rule(TOKEN_RULES, num_tokens)
-    block_h = largest_divisor(hidden, tile.block_h)
-    if hidden // block_h > 8:
-        block_h = power_of_two(-(-hidden // 8))
-    return Tile(tile.block_m, block_h, tile.num_warps)
+    return Tile(tile.block_m, min(tile.block_h, power_of_two(hidden)), tile.num_warps)
 
 
-def routing_tokens(topk: int, num_tokens: int, interpreted: bool) -> int:
-    """Tokens of one routing program."""
+@dataclass(frozen=True)
+class RoutingTile:
+    """Tokens of a tile, tiles of a routing program, and the bins in which it counts the load (0: none)."""
+
+    tokens: int
+    tiles: int
+    load_bins: int
+
+
+def routing_tile(
+    topk: int, num_tokens: int, num_physical: int, num_warps: int, interpreted: bool
+) -> RoutingTile:
+    """For the routing programs; num_physical is 0 where no load is recorded."""
+    padded = power_of_two(topk)
+    limit = power_of_two(max(num_tokens, 1))
+    bins = load_bins(num_physical)
     if interpreted:
-        return power_of_two(max(num_tokens, 1))
-    return min(max(ROUTING_ELEMENTS // power_of_two(topk), 1), power_of_two(max(num_tokens, 1)))
+        return RoutingTile(limit, 1, bins if limit * padded >= bins else 0)
+    tokens = max(32 * num_warps * LANE_SLOTS // padded, 1)
+    if bins and num_tokens * topk >= COUNTING_SLOTS:
+        tiles = num_tokens // (tokens * COUNTING_PROGRAMS)
+        return RoutingTile(tokens, min(max(power_of_two(tiles), 1), COUNTING_TILES), bins)
+    return RoutingTile(min(tokens, limit), 1, 0)
+
+
+def load_bins(num_physical: int) -> int:
+    """Bins of the in-program counts; 0 where experts are too many for counting to pay."""
+    return power_of_two(num_physical) if 0 < num_physical <= MAX_LOAD_BINS else 0

@@ -83,7 +83,7 @@ def same(actual: torch.Tensor, expected: np.ndarray, name: str) -> None:
 GROUPS = [*((g, True) for g in (32, 64, 128)), *((g, False) for g in (8, 16, 32, 64, 128))]
 
 
-@pytest.mark.parametrize(("group", "ue8m0"), GROUPS, ids=lambda v: str(v))
+@pytest.mark.parametrize(("group", "ue8m0"), GROUPS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_fp8_groups(generator: str, dtype: str, group: int, ue8m0: bool, request: Any) -> None:
