@@ -1,7 +1,7 @@
 """The SM90 backend on an H200: selection, layouts, staging, launches and expert modules against the emulated
 backend.
 
-    python tests/backends/hardware_sm90.py [quick|smoke|default|full]
+    python tests/backends/hardware_sm90.py [quick|smoke|default|full [selection experts rows sizes]]
 
 Needs an SM90 device and deep_gemm. Prints a line a check and ends with a summary; the exit code says whether
 all agree.
@@ -187,7 +187,8 @@ def check_sizes(started: dict[tuple[int, int], subprocess.Popen[str]]) -> str:
 
 def main() -> int:
     tier = sys.argv[1] if len(sys.argv) > 1 else "quick"
-    probes = start_size_probes()
+    wanted = sys.argv[2:]
+    probes = start_size_probes() if not wanted or "sizes" in wanted else {}
     checks = {
         "selection": check_selection,
         "experts": check_experts,
@@ -196,6 +197,8 @@ def main() -> int:
     }
     summary, failed = [], 0
     for name, check in checks.items():
+        if wanted and name not in wanted:
+            continue
         started = time.perf_counter()
         try:
             line = f"ok    {name}: {check()}"
