@@ -119,7 +119,7 @@ def eplb_map_to_physical_and_record(
     expert_load_view: int32 [P], counted into in place. logical_to_physical_map: integer [E, slots].
     logical_replica_count: integer [E]. record_enabled: scalar bool tensor. num_unpadded_tokens: scalar
     integer tensor; None records every token.
-    Returns the physical ids, same shape and dtype as topk_ids; topk_ids itself if it is empty.
+    Returns the physical ids, same shape and dtype as topk_ids, row-major; topk_ids itself if it is empty.
     TypeError, ValueError: a wrong dtype, shape or device, or more replicas than the map has slots; nothing is
     counted.
     Source: NUMERICS 6.3, 6.4.
@@ -146,7 +146,7 @@ def eplb_map_to_physical_and_record(
     )
     if bool(record_enabled):
         expert_load_view += mapping.load.to(expert_load_view.dtype)
-    return mapping.ids.reshape(topk_ids.shape).to(topk_ids.dtype)
+    return mapping.ids.reshape(topk_ids.shape).to(topk_ids.dtype).contiguous()
 
 
 def check_eplb_tensors(
