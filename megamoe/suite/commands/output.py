@@ -141,7 +141,7 @@ def _table(lines: Sequence[Line], title: str) -> Table:
         ("seconds", "right"),
         ("result", "left"),
     ):
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name == "operation")  # type: ignore[arg-type]
     previous = ""
     for line in lines:
         style = "red" if line.failed else "green" if line.passed else "dim"
