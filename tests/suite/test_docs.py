@@ -21,14 +21,14 @@ def _commands():
     for page in PAGES:
         for block in BLOCK.findall(page.read_text(encoding="utf-8")):
             for line in block.replace("\\\n", " ").splitlines():
-                found = re.search(r"(?:^|&& |; )(?:\$ )?(megamoe [a-z].*)", line.strip())
+                found = re.search(r"(?:^|&& |; )(?:\$ )?(megamoe [a-z]+(?: .*)?)$", line.strip())
                 if found:
                     yield pytest.param(
                         found[1].split("  #")[0].split(" && ")[0], id=f"{page.name}:{found[1][:60]}"
                     )
 
 
-@pytest.mark.parametrize("line", _commands())
+@pytest.mark.parametrize("line", list(_commands()))
 def test_command_parses(line):
     """The subcommand exists and has every option; values and arguments are the reader's."""
     words = [re.sub(r"[\[\]]", "", word) for word in shlex.split(line)][1:]
