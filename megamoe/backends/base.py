@@ -16,10 +16,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from megamoe.backends.checks import CheckpointWeights
 from megamoe.backends.library import declares, keep_given, load_deep_gemm, missing_functions, refuse_unknown
+from megamoe.backends.unfused import map_experts
 from megamoe.quant_keys import QuantKey, kMxfp8Dynamic
 
 Weights = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Scaled = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class DeepGemmMegaMoEBackend:
@@ -41,6 +44,11 @@ class DeepGemmMegaMoEBackend:
     # Sizes must be multiples of these. Staging needs 128; what is above comes from the symmetric buffer.
     hidden_multiple: ClassVar[int] = 128
     intermediate_multiple: ClassVar[int] = 128
+    # What a checkpoint's weights look like; None where the backend transforms none.
+    checkpoint: ClassVar[CheckpointWeights | None] = None
+    # The staging function, and whether it maps expert ids itself.
+    stages_with: ClassVar[str] = "prepare_megamoe_inputs"
+    stages_with_eplb: ClassVar[bool] = True
     launch: ClassVar[str] = ""
     requires: ClassVar[tuple[str, ...]] = ()
     # Extra keyword arguments of run_mega_moe that this family's launch has.
@@ -119,7 +127,28 @@ class DeepGemmMegaMoEBackend:
         intermediate_size: int,
         activation: str | None = None,
     ) -> tuple[Weights, Weights]:
-        """Checkpoint weights of the local experts in the launch's layout: (L1, L2)."""
+        """Checkpoint weights of the local experts in the launch's layout: (L1, L2), each a weight or a pair
+        (weight, scale). The L2 weight shares w2_weight's storage.
+
+        w13_weight [L, 2I, H], gate rows first, and w2_weight [L, H, I], their scales and their dtypes as
+        ``checkpoint`` says. TypeError or ValueError, naming the argument, for another dtype or shape.
+        """
+        if self.checkpoint is None:
+            raise NotImplementedError(f"the {self.name} backend does not transform weights")
+        self.checkpoint.check(
+            "w13", w13_weight, w13_weight_scale, num_local_experts, 2 * intermediate_size, hidden_size
+        )
+        self.checkpoint.check(
+            "w2", w2_weight, w2_weight_scale, num_local_experts, hidden_size, intermediate_size
+        )
+        return self.to_kernel_layout(
+            (w13_weight.contiguous(), w13_weight_scale), (w2_weight.contiguous(), w2_weight_scale), activation
+        )
+
+    def to_kernel_layout(self, w13: Scaled, w2: Scaled, activation: str | None) -> tuple[Weights, Weights]:
+        """The transform itself, of contiguous weights and scales that have been checked (NUMERICS 5.3,
+        5.8).
+        """
         raise NotImplementedError(f"the {self.name} backend does not transform weights")
 
     def supports_shared_experts(self, deep_gemm: Any) -> bool:
@@ -197,30 +226,33 @@ class DeepGemmMegaMoEBackend:
     ) -> None:
         """Stage hidden states [M, H] and their routing [M, K] into the first M rows of the symmetric buffer.
 
-        Here: FP8 groups as ``hidden_quant`` says, with scale pages where the buffer has shared experts.
-        ``options`` go to the staging function. EPLB maps ids and records load on the way.
+        ``options`` go to the staging function. With EPLB, ids are logical ones: they are mapped and the load
+        is recorded on the way, or before, where the staging function does not.
         """
         rows = slice(hidden_states.shape[0])
-        self.staging.prepare_megamoe_inputs(
+        if self.stages_with_eplb:
+            options["eplb_state"] = eplb_state
+        else:
+            topk_ids = map_experts(self.eplb, topk_ids, is_padding, eplb_state)
+        getattr(self.staging, self.stages_with)(
             hidden_states,
             topk_weights,
             topk_ids,
-            symm_buffer.x[rows],
-            symm_buffer.x_sf[rows],
+            *self.staged_views(symm_buffer, rows),
             symm_buffer.topk_idx[rows],
             symm_buffer.topk_weights[rows],
             is_padding=is_padding,
-            hidden_quant=self.hidden_quant,
-            eplb_state=eplb_state,
-            **self.shared_pages(symm_buffer, hidden_states.shape[0]),
+            **self.staging_options(symm_buffer, hidden_states.shape[0]),
             **options,
         )
 
-    def shared_pages(self, symm_buffer: Any, num_tokens: int) -> dict[str, Any]:
-        """Arguments that make staging write the shared experts' scale pages; empty without fused shared
-        experts.
-        """
-        return {}
+    def staged_views(self, symm_buffer: Any, rows: slice) -> tuple[torch.Tensor, ...]:
+        """Where the quantized hidden states go."""
+        return symm_buffer.x[rows], symm_buffer.x_sf[rows]
+
+    def staging_options(self, symm_buffer: Any, num_tokens: int) -> dict[str, Any]:
+        """What the family's staging function is told besides."""
+        return {"hidden_quant": self.hidden_quant}
 
     def run_mega_moe(
         self,

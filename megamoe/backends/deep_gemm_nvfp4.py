@@ -12,47 +12,31 @@ from typing import Any
 
 import torch
 
-from megamoe.backends.base import Weights
-from megamoe.backends.checks import check_tensor
+from megamoe.backends.base import Scaled, Weights
+from megamoe.backends.checks import CheckpointWeights
 from megamoe.backends.deep_gemm_sm100 import DeepGemmSm100Family
 from megamoe.backends.library import keep_given
 from megamoe.backends.scales import e4m3_scales_to_words
-from megamoe.backends.unfused import map_experts
 from megamoe.quant_keys import kNvfp4DynamicToken
 
 
 class _Nvfp4Weights(DeepGemmSm100Family):
-    """The weight layout of both kernels."""
+    """The weight layout of both kernels: packed E2M1 weights, uint8 or int8 with the even column in the low
+    nibble, and E4M3 scales per 1x16.
+    """
 
-    def transform_weights(
-        self,
-        *,
-        w13_weight: torch.Tensor,
-        w13_weight_scale: torch.Tensor | None,
-        w2_weight: torch.Tensor,
-        w2_weight_scale: torch.Tensor | None,
-        num_local_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: str | None = None,
-    ) -> tuple[Weights, Weights]:
-        """Packed E2M1 weights (uint8 or int8, even column in the low nibble) and E4M3 scales per 1x16.
+    checkpoint = CheckpointWeights((torch.uint8, torch.int8), 2, (torch.float8_e4m3fn,), (1, 16))
 
-        w13_weight [L, 2I, H / 2], gate rows first; w13_weight_scale [L, 2I, H / 16] float8_e4m3fn; w2_weight
-        [L, H, I / 2]; w2_weight_scale [L, H, I / 16]. Returns ((L1 weight, scale), (L2 weight, scale)): int8
-        weights and int32 scale words [L, rows, K / 64], MN-major without row padding. The L2 weight shares
-        w2_weight's storage (NUMERICS 5.8).
+    def to_kernel_layout(self, w13: Scaled, w2: Scaled, activation: str | None) -> tuple[Weights, Weights]:
+        """int8 weights (L1 interleaved), scales as int32 words [L, rows, K / 64], MN-major without row
+        padding.
         """
-        experts, hidden, inter = num_local_experts, hidden_size, intermediate_size
-        packed, scales = (torch.uint8, torch.int8), (torch.float8_e4m3fn,)
-        w13 = check_tensor("w13_weight", w13_weight, (experts, 2 * inter, hidden // 2), packed)
-        sf13 = check_tensor("w13_weight_scale", w13_weight_scale, (experts, 2 * inter, hidden // 16), scales)
-        w2 = check_tensor("w2_weight", w2_weight, (experts, hidden, inter // 2), packed)
-        sf2 = check_tensor("w2_weight_scale", w2_weight_scale, (experts, hidden, inter // 16), scales)
+        pairs = []
+        for weight, scale in (w13, w2):
+            assert scale is not None
+            pairs.append((weight.view(torch.int8), e4m3_scales_to_words(scale)))
         result: tuple[Weights, Weights] = self.library.transform_weights_for_mega_moe(
-            (w13.view(torch.int8).contiguous(), e4m3_scales_to_words(sf13)),
-            (w2.view(torch.int8).contiguous(), e4m3_scales_to_words(sf2)),
-            **keep_given({"activation": activation}),
+            *pairs, **keep_given({"activation": activation})
         )
         return result
 
@@ -66,6 +50,7 @@ class DeepGemmNvfp4MegaMoEBackend(_Nvfp4Weights):
     name = "deep_gemm_nvfp4"
     mma_type = "nvfp4"
     hidden_quant = kNvfp4DynamicToken
+    stages_with = "prepare_megamoe_nvfp4_inputs"
     launch = "nvfp4_mega_moe"
     shared_functions = ("NVFP4SymmBuffer", "nvfp4_mega_moe", "get_block_m_for_nvfp4_mega_moe")
     launch_options = ("l1_alpha", "l2_alpha", "l2_activation_scale", "use_x_scales")
@@ -87,40 +72,18 @@ class DeepGemmNvfp4MegaMoEBackend(_Nvfp4Weights):
             )
         )
 
-    def prepare_inputs(
-        self,
-        symm_buffer: Any,
-        hidden_states: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        *,
-        is_padding: torch.Tensor | None = None,
-        eplb_state: Any | None = None,
-        **options: Any,
-    ) -> None:
-        """NVFP4 with a scale per token. Options: w2_global_scale, l2_alpha, l2_activation_scale.
+    def staged_views(self, symm_buffer: Any, rows: slice) -> tuple[torch.Tensor, ...]:
+        return symm_buffer.x[rows], symm_buffer.x_sf[rows], symm_buffer.x_scales[rows]
 
-        Fused shared experts get their own input: MXFP8 with scale pages, or a bf16 copy, as the buffer was
-        made for.
+    def staging_options(self, symm_buffer: Any, num_tokens: int) -> dict[str, Any]:
+        """Fused shared experts get their own input: MXFP8 with scale pages, or a bf16 copy, as the buffer was
+        made for. Callers add w2_global_scale, l2_alpha and l2_activation_scale.
         """
-        rows = slice(hidden_states.shape[0])
-        if getattr(symm_buffer, "num_shared_experts", 0):
-            options["shared_x"] = symm_buffer.shared_l1_acts[rows]
-            if symm_buffer.shared_l1_acts.dtype == torch.float8_e4m3fn:
-                options.update(self.shared_pages(symm_buffer, hidden_states.shape[0]))
-        self.staging.prepare_megamoe_nvfp4_inputs(
-            hidden_states,
-            topk_weights,
-            topk_ids,
-            symm_buffer.x[rows],
-            symm_buffer.x_sf[rows],
-            symm_buffer.x_scales[rows],
-            symm_buffer.topk_idx[rows],
-            symm_buffer.topk_weights[rows],
-            is_padding=is_padding,
-            eplb_state=eplb_state,
-            **options,
-        )
+        if not getattr(symm_buffer, "num_shared_experts", 0):
+            return {}
+        shared = symm_buffer.shared_l1_acts
+        pages = self.shared_pages(symm_buffer, num_tokens) if shared.dtype == torch.float8_e4m3fn else {}
+        return {"shared_x": shared[:num_tokens], **pages}
 
 
 class DeepGemmFp4MegaMoEBackend(_Nvfp4Weights):
@@ -135,6 +98,8 @@ class DeepGemmFp4MegaMoEBackend(_Nvfp4Weights):
     mma_type = "fp4xfp4"
     hidden_quant = None
     intermediate_multiple = 256
+    stages_with = "prepare_megamoe_nvfp4_block_inputs"
+    stages_with_eplb = False
     launch = "fp4_fp4_mega_moe"
     launch_options = (
         "l1_alphas",
@@ -147,28 +112,8 @@ class DeepGemmFp4MegaMoEBackend(_Nvfp4Weights):
     )
     requires = ("fp4_fp4_mega_moe", "SymmBuffer", "transform_weights_for_mega_moe")
 
-    def prepare_inputs(
-        self,
-        symm_buffer: Any,
-        hidden_states: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        *,
-        is_padding: torch.Tensor | None = None,
-        eplb_state: Any | None = None,
-        **options: Any,
-    ) -> None:
-        """NVFP4 with unit token scale; expert ids are mapped first where there is EPLB."""
-        rows = slice(hidden_states.shape[0])
-        topk_ids = map_experts(self.eplb, topk_ids, is_padding, eplb_state)
-        self.staging.prepare_megamoe_nvfp4_block_inputs(
-            hidden_states,
-            topk_weights,
-            topk_ids,
-            symm_buffer.x[rows],
-            symm_buffer.x_sf[rows].view(torch.uint8),
-            symm_buffer.topk_idx[rows],
-            symm_buffer.topk_weights[rows],
-            is_padding=is_padding,
-            **options,
-        )
+    def staged_views(self, symm_buffer: Any, rows: slice) -> tuple[torch.Tensor, ...]:
+        return symm_buffer.x[rows], symm_buffer.x_sf[rows].view(torch.uint8)
+
+    def staging_options(self, symm_buffer: Any, num_tokens: int) -> dict[str, Any]:
+        return {}

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 
 from megamoe.backends import shared_experts as shared
-from megamoe.backends.base import DeepGemmMegaMoEBackend, Weights
-from megamoe.backends.checks import check_tensor
+from megamoe.backends.base import DeepGemmMegaMoEBackend, Scaled, Weights
+from megamoe.backends.checks import CheckpointWeights
 from megamoe.backends.gate import call_mega_gate
 from megamoe.backends.library import declares, keep_given
 from megamoe.backends.scales import E8M0_DTYPES, ue8m0_bytes_to_float
@@ -78,6 +78,9 @@ class DeepGemmSm100Family(DeepGemmMegaMoEBackend):
             self.warn_once(f"{prefix}: shared experts are not fused into the MegaMoE launch: {why}")
         return result
 
+    def staging_options(self, symm_buffer: Any, num_tokens: int) -> dict[str, Any]:
+        return super().staging_options(symm_buffer, num_tokens) | self.shared_pages(symm_buffer, num_tokens)
+
     def shared_pages(self, symm_buffer: Any, num_tokens: int) -> dict[str, Any]:
         """Arguments that make staging write the shared experts' scale pages; empty without fused shared
         experts.
@@ -106,7 +109,11 @@ class DeepGemmSm100Family(DeepGemmMegaMoEBackend):
 
 
 class DeepGemmSm100MegaMoEBackend(DeepGemmSm100Family):
-    """FP8 (E4M3, UE8M0 per 32) activations x MXFP4 (E2M1, UE8M0 per 32) weights."""
+    """FP8 (E4M3, UE8M0 per 32) activations x MXFP4 (E2M1, UE8M0 per 32) weights.
+
+    A checkpoint has packed E2M1 weights, uint8 or int8 with the even column in the low nibble, and UE8M0
+    bytes, uint8 or float8_e8m0fnu, per 1x32.
+    """
 
     name = "deep_gemm_sm100"
     mma_type = "fp8xfp4"
@@ -118,43 +125,23 @@ class DeepGemmSm100MegaMoEBackend(DeepGemmSm100Family):
         "transform_sf_into_required_layout",
         "get_symm_buffer_for_mega_moe",
     )
-    # Weights: dtypes of a checkpoint, the kernel's, and columns in a byte.
-    weight_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.int8)
+    checkpoint = CheckpointWeights((torch.uint8, torch.int8), 2, E8M0_DTYPES, (1, 32))
+    # Packed weights are int8 to the kernel.
     kernel_dtype: ClassVar[torch.dtype] = torch.int8
-    columns_per_byte: ClassVar[int] = 2
 
-    def transform_weights(
-        self,
-        *,
-        w13_weight: torch.Tensor,
-        w13_weight_scale: torch.Tensor | None,
-        w2_weight: torch.Tensor,
-        w2_weight_scale: torch.Tensor | None,
-        num_local_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: str | None = None,
-    ) -> tuple[Weights, Weights]:
-        """Packed E2M1 weights (uint8 or int8, even column in the low nibble) and UE8M0 bytes per 1x32.
-
-        w13_weight [L, 2I, H / 2], gate rows first; w13_weight_scale [L, 2I, H / 32] uint8 or float8_e8m0fnu;
-        w2_weight [L, H, I / 2]; w2_weight_scale [L, H, I / 32]. Returns ((L1 weight, scale), (L2 weight,
-        scale)): int8 weights and int32 scale words [L, rows, K / 128], MN-major. The L2 weight shares
-        w2_weight's storage. For fp8xfp8 the weights are float8_e4m3fn, [L, 2I, H] and [L, H, I].
-        """
-        experts, hidden, inter = num_local_experts, hidden_size, intermediate_size
-        weights, scales, packed = self.weight_dtypes, E8M0_DTYPES, self.columns_per_byte
-        w13 = check_tensor("w13_weight", w13_weight, (experts, 2 * inter, hidden // packed), weights)
-        sf13 = check_tensor("w13_weight_scale", w13_weight_scale, (experts, 2 * inter, hidden // 32), scales)
-        w2 = check_tensor("w2_weight", w2_weight, (experts, hidden, inter // packed), weights)
-        sf2 = check_tensor("w2_weight_scale", w2_weight_scale, (experts, hidden, inter // 32), scales)
-        words = self.library.transform_sf_into_required_layout
-        l1_sf = words(ue8m0_bytes_to_float(sf13).contiguous(), 2 * inter, hidden, (1, 32), experts)
-        l2_sf = words(ue8m0_bytes_to_float(sf2).contiguous(), hidden, inter, (1, 32), experts)
+    def to_kernel_layout(self, w13: Scaled, w2: Scaled, activation: str | None) -> tuple[Weights, Weights]:
+        """Weights interleaved (L1), scales as int32 words [L, rows, K / 128], MN-major."""
+        pairs = []
+        for weight, scale in (w13, w2):
+            assert scale is not None
+            experts, rows, groups = scale.shape
+            values = ue8m0_bytes_to_float(scale).contiguous()
+            words = self.library.transform_sf_into_required_layout(
+                values, rows, groups * 32, (1, 32), experts
+            )
+            pairs.append((weight.view(self.kernel_dtype), words))
         result: tuple[Weights, Weights] = self.library.transform_weights_for_mega_moe(
-            (w13.view(self.kernel_dtype).contiguous(), l1_sf),
-            (w2.view(self.kernel_dtype).contiguous(), l2_sf),
-            **keep_given({"activation": activation}),
+            *pairs, **keep_given({"activation": activation})
         )
         return result
 
@@ -164,6 +151,5 @@ class DeepGemmSm100Fp8MegaMoEBackend(DeepGemmSm100MegaMoEBackend):
 
     name = "deep_gemm_sm100_fp8"
     mma_type = "fp8xfp8"
-    weight_dtypes = (torch.float8_e4m3fn,)
+    checkpoint = CheckpointWeights((torch.float8_e4m3fn,), 1, E8M0_DTYPES, (1, 32))
     kernel_dtype = torch.float8_e4m3fn
-    columns_per_byte = 1

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megamoe.backends.base import DeepGemmMegaMoEBackend, Weights
-from megamoe.backends.checks import check_tensor
+from megamoe.backends.base import DeepGemmMegaMoEBackend, Scaled, Weights
+from megamoe.backends.checks import CheckpointWeights
 from megamoe.quant_keys import kFp8Dynamic128
 
 
@@ -36,35 +36,14 @@ class DeepGemmSm90MegaMoEBackend(DeepGemmMegaMoEBackend):
         "get_symm_buffer_for_sm90_mega_moe",
     )
 
-    def transform_weights(
-        self,
-        *,
-        w13_weight: torch.Tensor,
-        w13_weight_scale: torch.Tensor | None,
-        w2_weight: torch.Tensor,
-        w2_weight_scale: torch.Tensor | None,
-        num_local_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: str | None = None,
-    ) -> tuple[Weights, Weights]:
-        """E4M3 weights [L, 2I, H] (gate rows first) and [L, H, I], float32 scales [L, rows / 128, K / 128].
+    checkpoint = CheckpointWeights((torch.float8_e4m3fn,), 1, (torch.float32,), (128, 128))
 
-        Returns ((interleaved copy, the scale itself), (w2_weight, its scale)) (NUMERICS 5.3).
-        """
+    def to_kernel_layout(self, w13: Scaled, w2: Scaled, activation: str | None) -> tuple[Weights, Weights]:
+        """((interleaved copy, the scale itself), (w2_weight, its scale))."""
         if activation not in (None, "swiglu"):
             raise ValueError(f"activation must be swiglu on SM90, got {activation!r}")
-        experts, hidden, inter = num_local_experts, hidden_size, intermediate_size
-        fp8, fp32 = (torch.float8_e4m3fn,), (torch.float32,)
-        w13 = check_tensor("w13_weight", w13_weight, (experts, 2 * inter, hidden), fp8)
-        sf13 = check_tensor(
-            "w13_weight_scale", w13_weight_scale, (experts, 2 * inter // 128, hidden // 128), fp32
-        )
-        w2 = check_tensor("w2_weight", w2_weight, (experts, hidden, inter), fp8)
-        sf2 = check_tensor("w2_weight_scale", w2_weight_scale, (experts, hidden // 128, inter // 128), fp32)
-        result: tuple[Weights, Weights] = self.library.transform_weights_for_mega_moe_sm90(
-            (w13.contiguous(), sf13.contiguous()), (w2.contiguous(), sf2.contiguous())
-        )
+        pairs = [(weight, scale.contiguous()) for weight, scale in (w13, w2) if scale is not None]
+        result: tuple[Weights, Weights] = self.library.transform_weights_for_mega_moe_sm90(*pairs)
         return result
 
     def buffer_constructor(self, base: Any | None) -> tuple[Callable[..., Any], dict[str, Any]]:

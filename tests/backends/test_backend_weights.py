@@ -114,12 +114,14 @@ def test_bf16_and_sm90(fake):
     generator = torch.Generator().manual_seed(6)
     w13 = torch.randn(EXPERTS, 2 * INTER, HIDDEN, generator=generator).to(torch.bfloat16)
     w2 = torch.randn(EXPERTS, HIDDEN, INTER, generator=generator).to(torch.bfloat16)
-    l1, l2 = DeepGemmBf16MegaMoEBackend().transform_weights(w13_weight=w13, w2_weight=w2, **SIZES)
+    l1, l2 = DeepGemmBf16MegaMoEBackend().transform_weights(
+        w13_weight=w13, w13_weight_scale=None, w2_weight=w2, w2_weight_scale=None, **SIZES
+    )
     assert l2.data_ptr() == w2.data_ptr()
     assert same_bytes(l1, expected_transform(w13, w2)[0])
     with pytest.raises(TypeError, match="w2_weight_scale must be None"):
         DeepGemmBf16MegaMoEBackend().transform_weights(
-            w13_weight=w13, w2_weight=w2, w2_weight_scale=w2, **SIZES
+            w13_weight=w13, w13_weight_scale=None, w2_weight=w2, w2_weight_scale=w2, **SIZES
         )
 
     weights = sm90_weights()
