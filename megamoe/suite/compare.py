@@ -68,8 +68,8 @@ CONTRACTS: dict[str, Contract] = {"bitwise": compare_bitwise}
 
 
 def count_differing_bytes(expected: Tensor, actual: Tensor) -> tuple[int, int]:
-    """(bytes that differ, bytes) of two tensors of one shape and dtype, any strides."""
-    left, right = flat_bytes(expected), flat_bytes(actual)
+    """(bytes that differ, bytes) of two tensors of one shape and dtype, any strides, any devices."""
+    left, right = flat_bytes(expected).cpu(), flat_bytes(actual).cpu()
     return int((left != right).sum()), left.numel()
 
 

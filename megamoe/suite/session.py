@@ -40,10 +40,11 @@ class Job:
 
 
 def default_jobs(device: str, num_cases: int) -> int:
-    """Processes to use: one on a GPU, at most one a core and eight elsewhere."""
-    if device != "cpu" or num_cases < _WORTH_PROCESSES:
+    """Processes to use, at most eight. On a GPU they share it: most of the time goes into compiling kernels and into
+    the reference, and each of the latter gets two cores."""
+    if num_cases < _WORTH_PROCESSES:
         return 1
-    return max(1, min(8, _available_cores()))
+    return max(1, min(8, _available_cores() // (1 if device == "cpu" else 2)))
 
 
 def run_cases(
@@ -58,7 +59,7 @@ def run_cases(
     with the number of cases that were finished since the last call."""
     directory = None if bundle_dir is None else str(bundle_dir)
     isolated = jobs > 1 or device != "cpu"
-    threads = max(1, _available_cores() // jobs) if isolated and device == "cpu" else None
+    threads = max(1, _available_cores() // jobs) if isolated else None
     size = max(1, min(_CHUNK, len(cases) // (4 * jobs))) if jobs > 1 else _CHUNK
     job = Job((), implementation, device, directory, threads)
     chunks = [

@@ -24,7 +24,11 @@ from megamoe.suite.operation import TIERS, Tier
 @click.option(
     "--require", "required", multiple=True, metavar="CAP", help="A skip for lack of CAP is a failure."
 )
-@click.option("--jobs", type=click.IntRange(min=1), help="Processes. Default: one a core, one on a GPU.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    help="Processes. Default: one a core, at most 8; half of that on a GPU.",
+)
 @click.option(
     "--bundle-dir", type=click.Path(path_type=Path, file_okay=False), help="Write failures here as bundles."
 )
