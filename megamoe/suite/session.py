@@ -40,8 +40,8 @@ class Job:
 
 
 def default_jobs(device: str, num_cases: int) -> int:
-    """Processes to use, at most eight. On a GPU they share it: most of the time goes into compiling kernels and into
-    the reference, and each of the latter gets two cores."""
+    """Processes to use, at most eight. On a GPU they share it: most of the time goes into compiling kernels
+    and into the reference, which gets two cores each."""
     if num_cases < _WORTH_PROCESSES:
         return 1
     return max(1, min(8, _available_cores() // (1 if device == "cpu" else 2)))
