@@ -158,8 +158,11 @@ def main() -> int:
     options = parser.parse_args()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(options.tokens, options.hidden, generator=generator).bfloat16()
-    shape = f"[{options.tokens}, {options.hidden}] bf16, torch {torch.__version__}"
-    print(f"{shape}, {torch.get_num_threads()} threads, median of {options.rounds}")
+    what = (
+        f"[{options.tokens}, {options.hidden}] bfloat16, torch {torch.__version__}, "
+        f"{torch.get_num_threads()} thread(s), median of {options.rounds}"
+    )
+    print(what)
     families, missing = peers(load_helpers())
     found: list[Row] = []
     wrong = 0
@@ -173,7 +176,7 @@ def main() -> int:
         print(f"missing: {line}")
     if options.json is not None:
         keys = ("format", "implementation", "seconds", "note")
-        document = {"shape": shape, "rows": [dict(zip(keys, row, strict=True)) for row in found]}
+        document = {"what": what, "rows": [dict(zip(keys, row, strict=True)) for row in found]}
         options.json.write_text(json.dumps(document | {"missing": missing}, indent=1) + "\n")
     return 1 if wrong else 2 if missing else 0
 

@@ -60,14 +60,12 @@ def bench(
     from megamoe.capability import probe
     from megamoe.suite import bench_report, measurement, session
     from megamoe.suite.environment import short_environment
-    from megamoe.suite.runner import prepare_process
 
     if device == "cuda" and not probe("cuda").ok:
         output.stop(f"--device cuda: {probe('cuda').reason}")
     device = device or session.default_device()
     if plot_target is not None and importlib.util.find_spec("matplotlib") is None:
         output.stop("--plot: needs matplotlib (pip install megamoe[report])")
-    prepare_process(device)
     operations = _operations(pattern)
     axes = _axes(operations, tokens or DEFAULT_TOKENS[device], hidden, settings)
     chosen = _implementations(operations, names, peers, device)

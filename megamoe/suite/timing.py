@@ -87,6 +87,7 @@ def _measure_cpu(candidates: Mapping[str, Sequence[Call]], rounds: int) -> dict[
 
 
 def _measure_cuda(candidates: Mapping[str, Sequence[Call]], rounds: int) -> dict[str, Timing]:
+    torch.cuda.synchronize()  # the buffers were filled on another stream
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     with torch.cuda.stream(stream):
