@@ -4,6 +4,8 @@ stick, and a summary of what ran where. ``conftest.py`` loads it."""
 from __future__ import annotations
 
 import glob
+import importlib
+import importlib.util
 import os
 import random
 import re
@@ -50,6 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "requires(*capabilities): skip unless every capability is there")
     config.addinivalue_line("markers", "slow: more than ten seconds on one core")
+    _steady_hypothesis()
     _bind_to_gpu(config)
     for name in config.getoption("--require"):
         try:
@@ -58,6 +61,15 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(str(error)) from error
     if config.getoption("--device") == "cuda" and not probe("cuda").ok:
         raise pytest.UsageError(f"--device cuda: {probe('cuda').reason}")
+
+
+def _steady_hypothesis() -> None:
+    """Examples come from the test, as every other input does, and no example is timed."""
+    if importlib.util.find_spec("hypothesis") is None:
+        return
+    hypothesis: Any = importlib.import_module("hypothesis")
+    hypothesis.settings.register_profile("megamoe", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("megamoe")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -10,7 +10,9 @@ import click
 import pytest
 
 from megamoe.cli import main
+from megamoe.suite.commands.list import markdown_table
 from megamoe.suite.operation import Operation, load
+from megamoe.suite.table import table
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -63,6 +65,12 @@ def test_the_readme_has_what_ci_runs():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (tests,) = re.findall(r'^pip install "\.\[test\]" && (pytest.*)$', readme, re.MULTILINE)
     assert f"\n{tests} " in ci
+
+
+def test_the_table_of_operations_is_current():
+    """`megamoe list --markdown > docs/operations.md` writes it."""
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    assert page == markdown_table(list(table().values()))
 
 
 def test_the_example_row_has_the_fields_of_a_row():

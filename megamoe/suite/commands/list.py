@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import click
 
 from megamoe.suite.commands import output
-from megamoe.suite.operation import TIERS
+from megamoe.suite.operation import TIERS, Operation
 
 
 @click.command("list")
@@ -14,8 +16,9 @@ from megamoe.suite.operation import TIERS
 @click.option(
     "--tier", type=click.Choice(TIERS), default="default", show_default=True, help="Tier of --cases."
 )
+@click.option("--markdown", is_flag=True, help="The table of docs/operations.md.")
 @click.option("--json", "as_json", is_flag=True)
-def list_operations(pattern: str, show_cases: bool, tier: str, as_json: bool) -> None:
+def list_operations(pattern: str, show_cases: bool, tier: str, markdown: bool, as_json: bool) -> None:
     """The operations: what implements them, recipes, outputs, number of cases, contract."""
     from rich.table import Table
 
@@ -54,6 +57,9 @@ def list_operations(pattern: str, show_cases: bool, tier: str, as_json: bool) ->
             "-",
         )
         return
+    if markdown:
+        click.echo(markdown_table(operations), nl=False)
+        return
     if show_cases:
         for row in operations:
             for case in row.cases(chosen):
@@ -75,3 +81,32 @@ def list_operations(pattern: str, show_cases: bool, tier: str, as_json: bool) ->
             end_section=True,
         )
     output.console().print(table)
+
+
+def markdown_table(operations: Sequence[Operation]) -> str:
+    """What the table says of its operations, without the number of cases."""
+    lines = [
+        "# Operations",
+        "",
+        "Written by `megamoe list --markdown`. Number of cases: `megamoe list`.",
+        "",
+        "| operation | implementations | recipes | outputs: layouts | contract | source |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in operations:
+        words = [output.needs_words(implementation) for implementation in row.implementations]
+        by_layout: dict[str, list[str]] = {}
+        for name, found in row.outputs.items():
+            by_layout.setdefault(found.layout, []).append(name)
+        layouts = [f"{', '.join(names)}: {layout}" for layout, names in by_layout.items()]
+        contract = row.contract + (f", because {row.because}" if row.because else "")
+        cells = (
+            f"`{row.name}`",
+            "; ".join(words),
+            ", ".join(row.recipes),
+            "; ".join(layouts),
+            contract,
+            row.source,
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
