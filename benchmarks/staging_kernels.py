@@ -2,13 +2,11 @@
 
     python benchmarks/staging_kernels.py [--hidden 7168 4096] [--tokens 1 8 ...] [--operation fp8 ...]
 
-Method: a CUDA graph of 20 calls over rotating buffers (together larger than the L2 cache where they can
-be), 15 replays timed by events, median; microseconds per call. What it prints is where the tables of
+Method: that of `megamoe.suite.timing`; microseconds per call. What it prints is where the tables of
 `megamoe.kernels.tuning` come from. Run `staging_goldens.py` first: speed of wrong bytes means nothing.
 """
 
 import argparse
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,9 +17,9 @@ import torch
 from megamoe import eplb, staging
 from megamoe.kernels import tuning
 from megamoe.kernels.tuning import Tile
+from megamoe.suite.timing import rotation_count, time_us
 
-LAUNCHES, REPLAYS, TOPK, EXPERTS = 20, 15, 8, 256
-ROTATION_BYTES = 256 << 20
+TOPK, EXPERTS = 8, 256
 CANDIDATES = {
     "fp8": [(1, 512, 1), (1, 1024, 2), (1, 1024, 4), (2, 1024, 4)],
     "token": [(1, 2048, 4), (1, 4096, 8), (1, 8192, 16), (1, 4096, 4), (1, 8192, 8), (1, 1024, 2)],
@@ -68,30 +66,7 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
 
 
 def rotation(operation: str, tokens: int, hidden: int) -> list[dict[str, torch.Tensor]]:
-    count = min(LAUNCHES, max(2, ROTATION_BYTES // (tokens * hidden * 3)))
-    return [buffers(operation, tokens, hidden) for _ in range(count)]
-
-
-def time_us(calls: list[Callable[[], object]]) -> float:
-    """Median microseconds per call of a graph of LAUNCHES calls."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(LAUNCHES):
-                calls[i % len(calls)]()
-        times = []
-        for _ in range(REPLAYS + 3):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000 / LAUNCHES)
-    return statistics.median(times[3:])
+    return [buffers(operation, tokens, hidden) for _ in range(rotation_count(tokens * hidden * 3, "cuda"))]
 
 
 def use_tile(operation: str, tile: tuple[int, int, int] | None, saved: dict[str, object]) -> None:
