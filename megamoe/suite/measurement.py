@@ -172,6 +172,7 @@ def _clone(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clone_tensor(tensor: Tensor) -> Tensor:
-    memory = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    storage: Any = tensor.untyped_storage()
+    memory = storage.clone()
     typed = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return typed.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
