@@ -15,7 +15,7 @@ from megamoe.suite.operation import Params
 from megamoe.suite.table import table
 
 FORMAT = "megamoe-bench/1"
-_AXES = ("recipe", "tokens", "hidden")
+_AXES = ("recipe", "tokens", "hidden", "rows")
 Earlier = Mapping[tuple[str, str], float]  # (case, implementation) -> microseconds
 
 

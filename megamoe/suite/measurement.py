@@ -60,12 +60,17 @@ class Measurement:
 
 
 def cases_of(operation: Operation, recipes: Sequence[str], axes: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """The product of the axes that the row has, over the row's parameters and DEFAULTS."""
+    """The product of the axes that the row has, over the row's parameters and DEFAULTS.
+
+    Buffers that may have more rows than there are tokens ("rows") have as many unless an axis says otherwise.
+    """
     params = operation.defaults | {k: v for k, v in DEFAULTS.items() if k in operation.defaults}
     found: list[Params] = [params]
     own = {name: values for name, values in axes.items() if name in operation.defaults}
     for name, values in (({"recipe": recipes} if recipes else {}) | own).items():
         found = [one | {name: value} for one in found for value in values]
+    if "rows" in operation.defaults and "rows" not in own:
+        found = [one | {"rows": one["tokens"]} for one in found]
     return [Case(operation, one) for one in found]
 
 

@@ -147,6 +147,14 @@ def test_settings_multiply_where_the_row_has_them() -> None:
     assert found.count(("prepare_megamoe_nvfp4_block_inputs", None)) == 1
 
 
+def test_buffers_are_as_long_as_the_tokens() -> None:
+    arguments = ("--op", "mega_moe_pre_dispatch*", "--tokens", "2,9", "--hidden", "512", "--device", "cpu")
+    text = run(*arguments, "--rounds", "2", "--json", "-")
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    timed = [(line["op"], line["params"]["rows"]) for line in lines if line["status"] == "timed"]
+    assert timed == [(f"mega_moe_pre_dispatch{arch}", rows) for arch in ("", "_sm90") for rows in (2, 9)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
