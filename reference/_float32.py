@@ -1,5 +1,5 @@
-"""Float32 operations whose result must not depend on the library: exact fma, bf16 rounding, GPU minimum,
-NaN."""
+"""Float32 operations whose last bit must not depend on library or device: constants, reciprocals, exact fma,
+conversion to 16 bits, GPU minimum and maximum, NaN."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 NAN_BITS = 0x7FFFFFFF  # what every NVIDIA float32 instruction returns for NaN
+_HALF_NAN_BITS = 0x7FFF  # what the conversions to bf16 and fp16 give for every NaN
 
 
 def bits(values: Tensor) -> Tensor:
@@ -22,6 +23,31 @@ def from_bits(pattern: Tensor) -> Tensor:
 def canonical_nan(values: Tensor) -> Tensor:
     """Every NaN replaced by the pattern that NVIDIA GPUs produce."""
     return torch.where(values.isnan(), from_bits(torch.tensor(NAN_BITS, device=values.device)), values)
+
+
+def constant(like: Tensor, value: float) -> Tensor:
+    """``value`` rounded to float32, a scalar tensor on the device of ``like``.
+
+    Arithmetic with a Python number may become a product with its reciprocal; with a tensor it never does.
+    """
+    return torch.tensor(value, dtype=torch.float32, device=like.device)
+
+
+def reciprocal(values: Tensor) -> Tensor:
+    """float32 -> 1 / values, IEEE division."""
+    return constant(values, 1.0) / values
+
+
+def to_half(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 -> ``dtype`` (bfloat16 or float16), to nearest even; every NaN becomes 0x7FFF, as in the PTX
+    conversions."""
+    nan = torch.tensor(_HALF_NAN_BITS, dtype=torch.int16, device=values.device).view(dtype)
+    return torch.where(values.isnan(), nan, values.to(dtype))
+
+
+def to_bf16(values: Tensor) -> Tensor:
+    """float32 -> bfloat16 by ``to_half``."""
+    return to_half(values, torch.bfloat16)
 
 
 def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:

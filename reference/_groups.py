@@ -9,10 +9,9 @@ from torch import Tensor
 
 HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_CHUNK_ELEMENTS = (
-    1 << 20
-)  # 4 MiB of float32: chunk and temporaries stay in the last-level cache, and an operation
-# on them takes far longer than its launch does
+# 4 MiB of float32: chunk and temporaries stay in the last-level cache, and an operation on them takes far
+# longer than its launch does.
+_CHUNK_ELEMENTS = 1 << 20
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
 
@@ -42,9 +41,3 @@ def group_amax(values: Tensor, *, propagate_nan: bool = False) -> Tensor:
     if not propagate_nan and bool((amax > _INFINITY).any()):
         amax = magnitudes.masked_fill_(magnitudes > _INFINITY, 0).amax(dim=-1)
     return amax.view(torch.float32)
-
-
-def constant(like: Tensor, value: float) -> Tensor:
-    """``value`` rounded to float32 as a tensor: arithmetic with a Python number may become a reciprocal
-    product."""
-    return torch.tensor(value, dtype=torch.float32, device=like.device)

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reference._groups import check_hidden, constant, group_amax, row_chunks
+from reference._float32 import constant, reciprocal
+from reference._groups import check_hidden, group_amax, row_chunks
 from reference.formats import FORMATS, Format, decode_ue8m0_shift, encode, encode_ue8m0_scale
 from reference.recipes import Fp8GroupRecipe
 
@@ -97,13 +98,12 @@ def group_scales(amax: Tensor, recipe: Fp8GroupRecipe) -> GroupScales:
         raw = amax / constant(amax, largest)
     else:
         raw = amax * constant(amax, 1.0 / largest)
-    one = constant(amax, 1.0)
     if recipe.scale_format == "fp32":
-        return GroupScales(raw, None, raw, raw, one / raw)
+        return GroupScales(raw, None, raw, raw, reciprocal(raw))
     exponents = encode_ue8m0_scale(raw, rounding=recipe.scale_rounding, smallest=recipe.scale_min_exponent)
     stored = decode_ue8m0_shift(exponents)
     if recipe.scale_rounded_after_quantization:
-        return GroupScales(raw, exponents, stored, raw, one / raw)
+        return GroupScales(raw, exponents, stored, raw, reciprocal(raw))
     bits = (254 - exponents.to(torch.int32)) << 23
     if recipe.inf_reciprocal == "subnormal":
         bits = torch.where(bits == 0, torch.full_like(bits, 1 << 22), bits)  # 2^-127

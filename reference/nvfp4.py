@@ -29,7 +29,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reference._groups import check_hidden, constant, group_amax, row_chunks
+from reference._float32 import constant, reciprocal, to_bf16
+from reference._groups import check_hidden, group_amax, row_chunks
 from reference.formats import E2M1, E4M3FN, UE4M3, decode, encode, pack_e2m1
 from reference.recipes import Nvfp4Recipe
 
@@ -124,7 +125,7 @@ def nvfp4_scales(amax: Tensor, recipe: Nvfp4Recipe, global_scale: float = 1.0) -
     if recipe.block_division == "divide_by_product":
         raw = amax / six_outer
     elif recipe.block_division == "multiply_reciprocals":
-        raw = (amax * sixth) * (constant(amax, 1.0) / outer)
+        raw = (amax * sixth) * reciprocal(outer)
     else:
         # Division by a positive scale is monotone: the largest quotient is the quotient of the largest
         # magnitude.
@@ -148,7 +149,7 @@ def _divide(values: Tensor, normalized: Tensor, scales: Nvfp4Scales, recipe: Nvf
     elif recipe.element_division == "divide_by_product":
         divided = values / (block * scales.outer)
     else:
-        divided = values * (constant(values, 1.0) / (block * scales.outer))
+        divided = values * reciprocal(block * scales.outer)
     if recipe.zero_scale == "zero":
         divided = divided.masked_fill(block == 0, 0.0)
     return divided
@@ -196,7 +197,7 @@ def rms_norm_bf16(
         if rstd is None:
             variance = sum_squares[rows] * constant(values, 1.0 / num_columns) + constant(values, norm_eps)
             deviations[rows] = (1.0 / variance.double().sqrt()).float()
-        normalized[rows] = ((values * deviations[rows].unsqueeze(-1)) * gamma).to(torch.bfloat16)
+        normalized[rows] = to_bf16((values * deviations[rows].unsqueeze(-1)) * gamma)
     return RmsNorm(sum_squares, deviations, gamma, normalized)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from reference._checks import check_tensor, require
-from reference._groups import constant
+from reference._float32 import constant
 from reference.formats import pack_e2m1, pack_scale_words
 from reference.fp8 import quantize_fp8_groups
 from reference.recipes import RECIPES, Fp8GroupRecipe

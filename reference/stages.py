@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from reference._float32 import to_half
 from reference.eplb import EplbMapping, map_experts, unpadded_tokens
 from reference.formats import pack_scale_words
 from reference.fp8 import Fp8Groups, quantize_fp8_groups
@@ -129,13 +130,9 @@ def stage_routing(
 
 
 def convert_hidden(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """hidden converted to a float dtype through float32: the same bits for the same dtype, and otherwise
-    round to
-    nearest even with every NaN becoming 0x7FFF in the 16-bit formats, as the PTX conversions do."""
+    """hidden converted to a float dtype through float32, same shape: the same bits for the same dtype, and
+    otherwise to nearest even, every NaN becoming 0x7FFF in the 16-bit formats, as the PTX conversions do."""
     if hidden.dtype == dtype:
         return hidden
-    converted = hidden.float().to(dtype)
-    if dtype == torch.float32:
-        return converted
-    nan = torch.tensor(0x7FFF, dtype=torch.int16, device=hidden.device).view(dtype)
-    return torch.where(hidden.isnan(), nan, converted)
+    values = hidden.float()
+    return values if dtype == torch.float32 else to_half(values, dtype)

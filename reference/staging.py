@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from reference._checks import check_tensor, require
-from reference._groups import constant
+from reference._float32 import constant
 from reference._quant_key import fp8_recipe_of_key, kMxfp8Dynamic
 from reference._staging_checks import (
     check_eplb_state,

@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference._float32 import fma
+from reference._float32 import constant, fma, to_bf16
 from reference.activation import cuda_rsqrtf
 from reference.mega_moe.families import MegaMoeFamily
-from reference.mega_moe.float32 import scalar, to_bf16
 
 __all__ = ["combine", "combine_norm", "combine_normalized", "norm_scales"]
 
@@ -72,7 +71,7 @@ def norm_scales(partial: Tensor, eps: float, weights: Tensor, hidden: int) -> Te
     for _ in range(5):
         half = lanes.shape[-1] // 2
         lanes = lanes[..., :half] + lanes[..., half:]
-    mean = lanes[..., 0] / scalar(float(hidden), lanes) + scalar(eps, lanes)
+    mean = lanes[..., 0] / constant(lanes, float(hidden)) + constant(lanes, eps)
     return cuda_rsqrtf(mean) * weights
 
 

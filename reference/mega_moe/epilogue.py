@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from reference._float32 import to_bf16
 from reference.activation import situ, swiglu
 from reference.mega_moe.families import MegaMoeFamily
-from reference.mega_moe.float32 import to_bf16
 
 __all__ = ["Activation", "activate", "scale_output"]
 

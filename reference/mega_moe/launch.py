@@ -72,8 +72,9 @@ class LaunchConfig:
     """The part of a launch's configuration that decides bytes.
 
     tile: rows of a pool block (block_m). reuse_accumulator: the tile keeps its running sum in the
-    accumulator. block_n, swap_ab: recorded because the kernel branches on them; no byte depends on them.
-    None: not known.
+    accumulator. swap_ab: weights are the MMA's first operand; it decides which values a NaN hides from a
+    group's maximum, and no other byte (None: not known, taken as not). block_n: columns of a tile, recorded
+    because the kernel branches on it; no byte depends on it.
     """
 
     tile: int

@@ -12,10 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference._float32 import fma
+from reference._float32 import fma, reciprocal
 from reference.activation import rcp_approx_ftz
 from reference.mega_moe.families import MegaMoeFamily
-from reference.mega_moe.float32 import reciprocal
 from reference.mega_moe.launch import Accumulation
 from reference.tensor_core import matmul
 

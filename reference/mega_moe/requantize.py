@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from reference._float32 import constant, reciprocal, to_bf16
 from reference.activation import rcp_approx_ftz
 from reference.formats import decode, encode
 from reference.mega_moe.families import MegaMoeFamily
-from reference.mega_moe.float32 import reciprocal, scalar, to_bf16
 
 __all__ = ["HiddenActs", "requantize"]
 
@@ -65,8 +65,9 @@ def _scaled(values: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _fp32_g64(values: Tensor, weighted: Tensor, weights: Tensor, swap_ab: bool) -> HiddenActs:
-    """The maximum is taken before the weight (the same after it: rounding is monotone), NaN apart: the
-    split kernel takes it pair by pair, and a NaN in an even column hides its neighbour."""
+    """Where the operands are not swapped, the maximum is taken before the weight. For finite values that is
+    the same (rounding is monotone); but it is taken pair by pair, and a NaN in an even column hides its odd
+    neighbour. Measured on an H200, as is the reciprocal of the rounded scale."""
     if swap_ab:
         amax = _amax(weighted, 64)
     else:
@@ -74,8 +75,8 @@ def _fp32_g64(values: Tensor, weighted: Tensor, weights: Tensor, swap_ab: bool) 
         first, second = pairs.unbind(-1)
         pair = torch.where(first.isnan(), 0.0, torch.where(second > first, second, first))
         amax = pair.reshape(len(values), -1, 32).amax(-1) * weights.abs()[:, None]
-    floor = scalar(1e-10, amax)
-    scales = torch.where(amax > floor, amax, floor) * scalar(1 / 448, amax)
+    floor = constant(amax, 1e-10)
+    scales = torch.where(amax > floor, amax, floor) * constant(amax, 1 / 448)
     return HiddenActs(encode(_scaled(weighted, reciprocal(scales)), "e4m3fn"), scales)
 
 
@@ -91,19 +92,17 @@ def _ue8m0_g32(values: Tensor) -> HiddenActs:
 def _ue4m3_scaled(values: Tensor, a2_scale: Tensor | None, fast_math: bool) -> HiddenActs:
     """One-level NVFP4: the group maximum times the reciprocal of the expert's activation scale."""
     invert = rcp_approx_ftz if fast_math else reciprocal
-    one = scalar(1.0, values)
-    a2 = one if a2_scale is None else a2_scale
-    r = one if a2_scale is None else invert(a2_scale)
-    raw = _amax(values, 16) * scalar(1 / 6, values) * r
+    r = constant(values, 1.0) if a2_scale is None else invert(a2_scale)
+    raw = _amax(values, 16) * constant(values, 1 / 6) * r
     codes = encode(raw.clamp(min=2.0**-9), "e4m3fn")
     decoded = decode(codes, "e4m3fn")
-    inverse = r * rcp_approx_ftz(decoded) if fast_math else invert(a2) / decoded
+    inverse = r * rcp_approx_ftz(decoded) if fast_math else r / decoded
     return HiddenActs(_e2m1(_scaled(values, inverse)), codes)
 
 
 def _ue4m3_divided(values: Tensor, activation_scale: float) -> HiddenActs:
     """Two-level NVFP4: an IEEE quotient by 6 * scale."""
-    scale = scalar(activation_scale, values)
+    scale = constant(values, activation_scale)
     divisor = scale * 6
     amax = torch.minimum(_amax(values, 16), divisor * 448)
     codes = encode((amax / divisor).clamp(2.0**-9, 448.0), "e4m3fn")

@@ -22,6 +22,7 @@ from reference.mega_moe import (
     RankInputs,
     forward,
 )
+from reference.mega_moe.requantize import requantize
 from reference.tensor_core import FAMILIES as MMA
 from reference.tensor_core import mma_step
 
@@ -345,3 +346,17 @@ def test_close_to_float64(name: str) -> None:
     limit = {"sm100_bf16": 0.01}.get(name, 0.06 if family.act_format == "e4m3" else 0.2)
     assert error < limit
     assert math.isfinite(error)
+
+
+@pytest.mark.parametrize("swap_ab", [False, True])
+def test_which_value_a_nan_hides_on_sm90(swap_ab: bool) -> None:
+    """Group 0 has its largest value right of a NaN, group 1 left of one: launches with NaN on an H200 showed
+    that the unswapped kernel misses the former."""
+    values = torch.ones(1, 128)
+    values[0, 10], values[0, 11] = math.nan, 8.0
+    values[0, 64 + 10], values[0, 64 + 11] = 8.0, math.nan
+    acts = requantize(FAMILIES["sm90_fp8xfp8"], values, torch.tensor([-2.0]), swap_ab=swap_ab)
+    largest = torch.tensor([[16.0 if swap_ab else 2.0, 16.0]])
+    assert torch.equal(acts.scales, largest * f32(1 / 448))
+    assert acts.codes[0, [10, 75]].tolist() == [0x7F, 0x7F]
+    assert acts.codes[0, 11].item() == 0xFE  # the hidden value saturates
