@@ -58,8 +58,10 @@ def matmul(row: MmaFamily, a: Coded, b: Coded, scales: CodedScales | None, accum
         else:
             terms = product_terms(row, dtype, block_a, block_b, block_scales)
         c = out[batch, rows, columns].contiguous()
+        # With float32 as the working type, products are too small to push an accumulator beyond its range.
+        stays_finite = dtype == torch.float32 and terms.specials is None and bool(c.isfinite().all())
         for step in range(terms.largest.shape[0]):
-            c = _step(row, terms, step, c)
+            c = _step(row, terms, step, c, stays_finite)
         out[batch, rows, columns] = c
     nan = torch.tensor(row.nan_bits, dtype=torch.int32, device=out.device).view(torch.float32)
     return torch.where(out.isnan(), nan, out).reshape(accumulator.shape)
@@ -78,7 +80,7 @@ def _blocks(out: Tensor, k_step: int) -> Iterator[tuple[slice, slice, slice]]:
                 yield slice(i, i + batch_size), slice(j, j + m_size), slice(h, h + n_size)
 
 
-def _step(row: MmaFamily, terms: Terms, step: int, c: Tensor) -> Tensor:
+def _step(row: MmaFamily, terms: Terms, step: int, c: Tensor, stays_finite: bool) -> Tensor:
     """One MMA step for a block: accumulator [batch, m, n] float32 -> the new accumulator."""
     dtype = terms.largest.dtype
     # 2**exponent of the accumulator; a subnormal one has exponent -126.
@@ -88,14 +90,17 @@ def _step(row: MmaFamily, terms: Terms, step: int, c: Tensor) -> Tensor:
         power = torch.where(c == 0, 2.0**row.zero_exponent, power.double())
     unit = torch.maximum(terms.largest[step], power) * 2.0**-row.fraction_bits
     total = terms.total(step, unit) + torch.div(c.to(dtype), unit, rounding_mode="trunc")
+    # Adding zero makes a negative zero positive: a sum that vanishes, or underflows, is +0.
     if dtype == torch.float32:
-        result = _keep_fraction_bits(total, torch.int32, 23 - row.output_fraction_bits) * unit
+        result = _keep_fraction_bits(total + 0.0, torch.int32, 23 - row.output_fraction_bits) * unit
     else:
         exact = _keep_fraction_bits(total, torch.int64, 52 - row.output_fraction_bits) * unit
         result = exact.float()
         # float() rounds what does not fit: a subnormal result is truncated too, one beyond the range is Inf.
         above = (result.abs() > exact.abs()) & result.isfinite()
-        result = torch.where(above, (result.view(torch.int32) - 1).view(torch.float32), result)
+        result = torch.where(above, (result.view(torch.int32) - 1).view(torch.float32), result) + 0.0
+    if stays_finite:
+        return result
     if terms.specials is None:
         return torch.where(c.isfinite(), result, c)
     special = terms.specials(step) + torch.where(c.isfinite(), 0.0, c)

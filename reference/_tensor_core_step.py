@@ -104,7 +104,7 @@ def _round_output(total: Tensor, unit_exponent: Tensor, fraction_bits: int) -> T
     last_place = top.clamp(min=-126) - fraction_bits
     drop = (last_place - unit_exponent).clamp(min=0, max=62)
     kept = (magnitude >> drop).double() * power_of_two((unit_exponent + drop).clamp(min=-1000))
-    return torch.where(total < 0, -kept, kept).float()
+    return torch.where(total < 0, -kept, kept).float() + 0.0  # a result that underflows to zero is +0
 
 
 def _apply_specials(result: Tensor, specials: Tensor, nan_bits: int) -> Tensor:

@@ -145,6 +145,28 @@ def _special_operands(p: _Problem) -> tuple[Tensor, Tensor, Tensor]:
     return mixed[0], mixed[1], p.floats(100, 160)
 
 
+def _around(p: _Problem, centers: tuple[int, int], width: int) -> tuple[Tensor, Tensor]:
+    """Operands with exponents within ``width`` of a center each, clamped to what the format has."""
+    out = []
+    for name, shape, center in zip(p.names, p.shapes, centers, strict=True):
+        fmt = OPERAND_FORMATS[name]
+        field = _uniform(shape, center - width, center + width + 1, p.generator) + fmt.bias
+        field = field.clamp(0, (fmt.max_code >> fmt.fraction_bits) - 1)
+        fraction = _uniform(shape, 0, 1 << fmt.fraction_bits, p.generator)
+        out.append(
+            field << fmt.fraction_bits | fraction | _uniform(shape, 0, 2, p.generator) << (fmt.bits - 1)
+        )
+    return out[0], out[1]
+
+
+def _far_exponents(p: _Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """All products within a few powers of two of each other, far from 1 where the format gets that far."""
+    center = int(torch.randint(0, 4, (1,), generator=p.generator, device=p.generator.device))
+    center = (-70, -55, 55, 62)[center]
+    low = min(max(127 + 2 * center - 8, 0), 240)
+    return *_around(p, (center, center), 3), p.floats(low, low + 14)
+
+
 CATEGORIES: dict[str, Callable[[_Problem], tuple[Tensor, Tensor, Tensor]]] = {
     "normal": lambda p: (*p.operands(normal_codes), p.zeros()),
     "normal_accumulator": lambda p: (*p.operands(normal_codes), p.floats(110, 150)),
@@ -161,7 +183,11 @@ CATEGORIES: dict[str, Callable[[_Problem], tuple[Tensor, Tensor, Tensor]]] = {
     "negative_zeros": _negative_zeros,
     "subnormal": _subnormal,
     "smallest": _smallest,
-    "tiny_products": lambda p: (*_tiny(p), p.floats(0, 2) * _uniform(p.out, 0, 2, p.generator)),
+    "tiny_products": lambda p: (
+        *_around(p, (-40, -100), 12),
+        p.floats(0, 2) * _uniform(p.out, 0, 2, p.generator),
+    ),
+    "far_exponents": _far_exponents,
     "edges": lambda p: (*p.operands(_edges), p.floats(115, 150)),
     "special_operands": _special_operands,
     "special_accumulator": lambda p: (*p.operands(normal_codes), special_floats(p.out, p.generator)),
@@ -176,20 +202,6 @@ def draw(
     """(a codes [batch, m, k] int64, b codes [batch, n, k] int64, accumulator [batch, m, n] float32)."""
     shapes = ((batch, m, k), (batch, n, k))
     return CATEGORIES[category](_Problem((a_name, b_name), shapes, (batch, m, n), generator))
-
-
-def _tiny(p: _Problem) -> tuple[Tensor, Tensor]:
-    """Products around the smallest float32 numbers, where the format gets that far."""
-    out = []
-    for name, shape, center in zip(p.names, p.shapes, (-40, -100), strict=True):
-        fmt = OPERAND_FORMATS[name]
-        field = _uniform(shape, center - 12, center + 13, p.generator) + fmt.bias
-        field = field.clamp(0, (fmt.max_code >> fmt.fraction_bits) - 1)
-        fraction = _uniform(shape, 0, 1 << fmt.fraction_bits, p.generator)
-        out.append(
-            field << fmt.fraction_bits | fraction | _uniform(shape, 0, 2, p.generator) << (fmt.bits - 1)
-        )
-    return out[0], out[1]
 
 
 def special_floats(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
