@@ -144,7 +144,7 @@ def stage_groups_kernel(
             wide_word = word.to(tl.int64)
             tl.store(x_sf + rows * x_sf_stride_m + wide_word * x_sf_stride_k, words, mask=word_mask)
             if shared_x_sf is not None:
-                page = page_row(rows, shared_block_m, shared_page_rows)
+                page = page_row(tokens[:, None], shared_block_m, shared_page_rows)
                 tl.store(
                     shared_x_sf + page * shared_stride_m + wide_word * shared_stride_k, words, mask=word_mask
                 )

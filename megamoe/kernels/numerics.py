@@ -104,11 +104,11 @@ def e4m3_code(value):
 
 @triton.jit
 def page_row(token, block_m, page_rows):
-    """Row of the shared-expert scale pages that holds a token's words (int64)."""
+    """Row of the shared-expert scale pages that holds a token's words: int32 token, int64 row."""
     page = token // block_m
     m = token - page * block_m
     inside = (m // 128) * 128 + (m % 32) * 4 + (m % 128) // 32
-    return page * page_rows + inside
+    return page.to(tl.int64) * page_rows + inside
 
 
 # --------------------------------------------------------------------------------------------- NVFP4

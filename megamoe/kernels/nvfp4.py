@@ -121,7 +121,7 @@ def store_shared(
         shifts = (tl.arange(0, 4) * 8)[None, None, :].to(tl.uint32)
         words = tl.reduce(tl.reshape(code, (M, WORDS, 4)) << shifts, 2, add).to(tl.int32)
         word = (tl.arange(0, WORDS) + first_column // UE8M0_WORD_COLUMNS)[None, :]
-        page = page_row(rows, shared_block_m, shared_page_rows)
+        page = page_row(rows.to(tl.int32), shared_block_m, shared_page_rows)
         tl.store(
             shared_x_sf + page * shared_sf_stride_m + word.to(tl.int64) * shared_sf_stride_k,
             words,

@@ -121,7 +121,7 @@ def test_page_rows_of_worked_examples() -> None:
         tl.store(target + offsets, numerics.page_row(tl.load(tokens + offsets), block_m, page))
 
     tokens = torch.tensor(
-        [0, 10, 15, 16, 31, 32, 63, 64, 96, 100, 127, 128, 192, 193, 239, 240], dtype=torch.int64
+        [0, 10, 15, 16, 31, 32, 63, 64, 96, 100, 127, 128, 192, 193, 239, 240], dtype=torch.int32
     )
     expected = {
         16: [0, 40, 60, 128, 188, 256, 444, 512, 768, 784, 956, 1024, 1536, 1540, 1852, 1920],
