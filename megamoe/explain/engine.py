@@ -12,7 +12,7 @@ from megamoe.explain.causes import CAUSES
 from megamoe.explain.findings import Finding, Report, examples_of
 from megamoe.explain.pairs import CasePair, OutputPair, form_problem, same_bytes, subject_of
 from megamoe.explain.search import Candidate, candidates_of
-from megamoe.explain.subject import Subject
+from megamoe.explain.subject import Subject, spread
 from megamoe.explain.variants import Call, Intermediates, Replay, replay_of
 from megamoe.explain.where import in_words
 
@@ -125,7 +125,7 @@ def _call(case: CasePair, pairs: Sequence[OutputPair]) -> Call | None:
 def _reproduced(replay: Replay, call: Call) -> frozenset[str]:
     """The outputs that the reference gives as expected, judged on a few tokens where there are many."""
     if call.num_tokens > replay.few_tokens:
-        few = call.tokens(torch.linspace(0, call.num_tokens - 1, replay.few_tokens // 2).long().unique())
+        few = call.tokens(spread(call.num_tokens, replay.few_tokens // 2))
         # What is not stored token by token cannot be judged on a few: it follows the outputs that are.
         found = {
             n for n, t in replay.baseline(few).items() if n in few.outputs and _agrees(t, few.outputs[n])

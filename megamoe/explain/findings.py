@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megamoe.explain.causes import CAUSES
-from megamoe.explain.subject import Subject
+from megamoe.explain.subject import Subject, spread
 from megamoe.explain.variants import Intermediates
 from megamoe.explain.where import place_words
 
@@ -148,7 +148,7 @@ def examples_of(
 ) -> tuple[Example, ...]:
     """Some differing units, the first and the last among them."""
     if positions.numel() > number:
-        positions = positions[torch.linspace(0, positions.numel() - 1, number).long()]
+        positions = positions[spread(positions.numel(), number)]
     return tuple(_example(subject, int(position), intermediates) for position in positions)
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamoe.explain.subject import Subject
+from megamoe.explain.subject import Subject, count_true, spread
 
-CHUNK = 1 << 21
+CHUNK = 1 << 18
 MAX_RESIDUE = 0.004  # of the compared bytes; a unit of several bytes is hit as often as its bytes are
 MAX_FREE = 0.7  # of the differing units
 
@@ -34,6 +34,7 @@ class Step:
     value: Callable[[Tensor], Tensor] | None = None
     min_hits: int = 1
     doubts: tuple[str, ...] = ()
+    whole: Callable[[Tensor], Tensor] | None = None  # the same as source on a whole memory of which every unit is moved
 
 
 @dataclass(frozen=True)
@@ -122,14 +123,21 @@ def _background(subject: Subject, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def measure(predicted: Tensor, known: Tensor, expected: Tensor, actual: Tensor) -> Fit:
+    total = predicted.numel()
+    all_known = count_true(known) == total
     differing, changed, agrees = expected != actual, predicted != expected, predicted == actual
+    free = 0
+    if not all_known:
+        total = count_true(known)
+        free = count_true(differing & ~known)
+        differing, changed, agrees = differing & known, changed & known, agrees & known
     return Fit(
-        total=int(known.sum()),
-        differing=int((differing & known).sum()),
-        changed=int((changed & known).sum()),
-        hits=int((differing & agrees & known).sum()),
-        wrong=int((~agrees & known).sum()),
-        free=int((differing & ~known).sum()),
+        total=total,
+        differing=count_true(differing),
+        changed=count_true(changed),
+        hits=count_true(differing & agrees),
+        wrong=total - count_true(agrees),
+        free=free,
         unit_bytes=expected.element_size(),
     )
 
@@ -147,11 +155,36 @@ def fit_all(subject: Subject, steps: Sequence[Step]) -> Fit:
     fit = Fit()
     number = subject.expected.numel()
     allowed = max(2.0, MAX_RESIDUE * subject.expected.element_size() * number)
+    index = torch.int32 if number < 1 << 31 else torch.int64
+    moved = _moved_whole(subject, steps)
     for start in range(0, number, CHUNK):
-        fit = fit + fit_at(subject, steps, torch.arange(start, min(start + CHUNK, number)))
+        stop = min(start + CHUNK, number)
+        if moved is None:
+            fit = fit + fit_at(subject, steps, torch.arange(start, stop, dtype=index))
+        else:
+            fit = fit + _fit_slice(subject, moved, slice(start, stop))
         if fit.wrong > allowed:
             break
     return fit
+
+
+def _moved_whole(subject: Subject, steps: Sequence[Step]) -> Tensor | None:
+    """The predicted memory without index arithmetic, where every step has a shortcut."""
+    if any(step.source is not None and step.whole is None for step in steps):
+        return None
+    units = subject.expected
+    for step in steps:
+        if step.whole is not None:
+            units = step.whole(units)
+        elif step.value is not None:
+            units = step.value(units)
+    return units
+
+
+def _fit_slice(subject: Subject, predicted: Tensor, part: slice) -> Fit:
+    expected, actual = subject.expected[part], subject.actual[part]
+    known = torch.ones_like(expected, dtype=torch.bool) if subject.compared is None else subject.compared[part]
+    return measure(predicted[part], known, expected, torch.where(known, actual, expected))
 
 
 def predicted_memory(subject: Subject, steps: Sequence[Step]) -> tuple[Tensor, Tensor]:
@@ -168,7 +201,7 @@ def sample_positions(subject: Subject, number: int = 4096) -> Tensor:
     """Differing units and others, spread over the memory; the same for the same data."""
     chosen = subject.positions
     if chosen.numel() > number // 2:
-        chosen = chosen[torch.linspace(0, chosen.numel() - 1, number // 2).long()]
+        chosen = chosen[spread(chosen.numel(), number // 2)]
     total = subject.expected.numel()
     everywhere = (
         torch.arange(number // 2) * max(1, total // (number // 2)) + 7 * torch.arange(number // 2) % 13

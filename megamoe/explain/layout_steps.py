@@ -41,17 +41,35 @@ def dim_map(dim: StorageDim, table: Tensor) -> Callable[[Tensor], Tensor]:
         row = positions // dim.stride % dim.room
         inside = row < size
         row = row.clamp_max(size - 1)
-        moved = torch.where(inside, positions + offset[row], positions)
+        moved = torch.where(inside, positions + offset.to(positions.dtype)[row], positions)
         return torch.where(inside & gone[row], -1, moved)
 
     return source
+
+
+def dim_whole(dim: StorageDim, table: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """dim_map on a whole memory, where every entry is stored somewhere."""
+    if table.numel() != dim.room or bool((table < 0).any()):
+        return None
+
+    def whole(units: Tensor) -> Tensor:
+        block = dim.room * dim.stride
+        if units.numel() % block:
+            return whole(torch.nn.functional.pad(units, (0, -units.numel() % block)))[: units.numel()]
+        return units.view(-1, dim.room, dim.stride).index_select(1, table).reshape(-1)
+
+    return whole
+
+
+def table_step(cause: str, detail: str, dim: StorageDim, table: Tensor, cost: int = 1, min_hits: int = 1) -> Step:
+    return Step(cause, detail, cost, dim_map(dim, table), min_hits=min_hits, whole=dim_whole(dim, table))
 
 
 def _table_step(
     subject: Subject, cause: str, detail: str, dim: StorageDim, table: Tensor, cost: int = 1
 ) -> Iterator[Step]:
     if not bool((table == torch.arange(table.numel())).all()):
-        yield Step(cause, detail, cost, dim_map(dim, table))
+        yield table_step(cause, detail, dim, table, cost)
 
 
 def _is_plain(subject: Subject) -> bool:
@@ -65,19 +83,15 @@ def _row_dims(subject: Subject) -> list[StorageDim]:
 
 def _units_in_words(subject: Subject) -> Iterator[Step]:
     if subject.unit_bits == 4:
-        yield Step("nibble_order", "", 1, lambda p: p ^ 1)
+        yield Step("nibble_order", "", 1, _xor(1), whole=_reversed_runs(2))
         for width in (2, 4, 8):
-
-            def reversed_bytes(positions: Tensor, width: int = width) -> Tensor:
-                return (positions ^ ((width - 1) << 1)) if width > 1 else positions
-
-            yield Step("byte_order", f"in words of {width} bytes", 1 if width == 4 else 2, reversed_bytes)
+            yield Step("byte_order", f"in words of {width} bytes", 1 if width == 4 else 2, _xor((width - 1) << 1))
     elif subject.unit_bits == 8:
         if _is_plain(subject) and subject.role in ("payload", "values"):
             yield Step("nibble_order", "", 1, value=lambda u: ((u << 4) | (u >> 4)).to(torch.uint8))
         widths = (subject.word_bytes,) if subject.word_bytes > 1 else (2, 4, 8)
         for width in widths:
-            yield Step("byte_order", f"in words of {width} bytes", 1 if width == 4 else 2, _xor(width - 1))
+            yield Step("byte_order", f"in words of {width} bytes", 1 if width == 4 else 2, _xor(width - 1), whole=_reversed_runs(width))
     else:
         width = subject.unit_bits // 8
 
@@ -97,6 +111,15 @@ def _units_in_words(subject: Subject) -> Iterator[Step]:
 
 def _xor(bits: int) -> Callable[[Tensor], Tensor]:
     return lambda positions: positions ^ bits
+
+
+def _reversed_runs(length: int) -> Callable[[Tensor], Tensor]:
+    def whole(units: Tensor) -> Tensor:
+        if units.numel() % length:
+            return whole(torch.nn.functional.pad(units, (0, -units.numel() % length)))[: units.numel()]
+        return units.view(-1, length).flip(1).reshape(-1)
+
+    return whole
 
 
 def _page_steps(subject: Subject) -> Iterator[Step]:
@@ -358,4 +381,4 @@ def shift_step(dim: StorageDim, shift: int, is_column: bool = False) -> Step:
     table = torch.where((row >= 0) & (row < dim.size), row, -1)
     by_tile = is_column or abs(shift) in TILE_SIZES
     cause = "off_by_one_tile" if by_tile else "row_shift"
-    return Step(cause, f"{dim.name or 'row'} {shift:+d}", 2, dim_map(dim, table))
+    return table_step(cause, f"{dim.name or 'row'} {shift:+d}", dim, table, 2)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megamoe.explain.causes import CAUSES
 from megamoe.explain.findings import Finding, Report
-from megamoe.explain.subject import PlainLayout, Subject
+from megamoe.explain.subject import PlainLayout, Subject, spread
 from megamoe.explain.where import patterns
 
 _CHUNK = 1024  # units that are embedded together
@@ -129,7 +129,7 @@ def _chunks(subject: Subject, budget: int) -> list[int]:
         # The first ones whole, so that there is something to pan through, the rest spread out.
         head = with_differences[: affordable // 2]
         tail = with_differences[affordable // 2 :]
-        tail = tail[torch.linspace(0, tail.numel() - 1, affordable - affordable // 2).long()]
+        tail = tail[spread(tail.numel(), affordable - affordable // 2)]
         with_differences = torch.cat([head, tail]).unique()
     return [int(chunk) for chunk in with_differences]
 
@@ -154,7 +154,7 @@ def _density(subject: Subject) -> dict[str, Any]:
     column = places[axes[-1].name] if axes else row
     inside = (row >= 0) & (column >= 0)
     cell = (row[inside] * row_bins // rows) * column_bins + column[inside] * column_bins // columns
-    counts = torch.bincount(cell, minlength=row_bins * column_bins)
+    counts = torch.bincount(cell, minlength=row_bins * column_bins) * (subject.count / subject.positions.numel())
     full = max(1.0, rows / row_bins * (columns / column_bins))
     shades = (counts.float() / full * 255).ceil().clamp(0, 255).to(torch.uint8)
     return {

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megamoe.explain.fit import Step
-from megamoe.explain.layout_steps import TILE_SIZES, dim_map
-from megamoe.explain.subject import StorageDim, Subject
+from megamoe.explain.layout_steps import TILE_SIZES, table_step
+from megamoe.explain.subject import StorageDim, Subject, spread
 
 _STRETCHES, _LENGTH = 8, 16
 _MOST_ROWS = 1 << 16
@@ -59,7 +59,7 @@ def _stretches(subject: Subject, dim: StorageDim) -> Tensor:
         else torch.zeros(1)
     )
     outers = (
-        torch.linspace(0, outer - 1, min(outer, max(1, _STRETCHES // per_outer))).long()
+        spread(outer, max(1, _STRETCHES // per_outer))
         * dim.stride
         * dim.room
     )
@@ -115,21 +115,19 @@ def _classify(dim: StorageDim, source: Tensor, matched: Tensor) -> Iterator[Step
     few = _few(moved.tolist())
     if is_copied:
         pairs = ", ".join(f"{int(source[r])} at {r}" for r in moved[:4].tolist())
-        yield Step(
-            "duplicated_rows", f"{name} {pairs}{_more(moved.numel(), 4)}", 3, dim_map(dim, table), min_hits=4
-        )
+        detail = f"{name} {pairs}{_more(moved.numel(), 4)}"
+        yield table_step("duplicated_rows", detail, dim, table, 3, min_hits=4)
     elif mutual and not (is_shift and moved.numel() > 2):
         pairs = ", ".join(f"{r} and {int(table[r])}" for r in moved.tolist() if r < int(table[r]))
-        yield Step("swapped_rows", f"{name} {_shorten(pairs)}", 3, dim_map(dim, table), min_hits=4)
+        yield table_step("swapped_rows", f"{name} {_shorten(pairs)}", dim, table, 3, min_hits=4)
     elif is_shift:
         cause = "off_by_one_tile" if abs(common) in TILE_SIZES else "row_shift"
-        yield Step(cause, f"{name} {few} by {common:+d}", 3, dim_map(dim, table), min_hits=8)
+        yield table_step(cause, f"{name} {few} by {common:+d}", dim, table, 3, min_hits=8)
     elif _is_rotation(offsets, dim.size, moved.numel()):
-        yield Step("row_shift", f"{name}s rotated by {common:+d}", 2, dim_map(dim, table), min_hits=8)
+        yield table_step("row_shift", f"{name}s rotated by {common:+d}", dim, table, 2, min_hits=8)
     else:
-        yield Step(
-            "rows_permuted", f"{moved.numel()} {name}s in another order", 4, dim_map(dim, table), min_hits=8
-        )
+        detail = f"{moved.numel()} {name}s in another order"
+        yield table_step("rows_permuted", detail, dim, table, 4, min_hits=8)
 
 
 def _is_rotation(offsets: Tensor, size: int, moved: int) -> bool:

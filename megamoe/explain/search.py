@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from megamoe.explain.fit import Fit, Step, fit_all, fit_at, measure, plausible, sample_positions
-from megamoe.explain.kinds import Given, given_patterns, value_steps
+from megamoe.explain.given import Given
+from megamoe.explain.kinds import sure_patterns, value_steps, weak_patterns
 from megamoe.explain.layout_steps import layout_steps
 from megamoe.explain.row_matches import row_steps
-from megamoe.explain.subject import Subject, to_units
+from megamoe.explain.subject import Subject, spread, to_units
 from megamoe.explain.variants import Call, Replay, Variant
 
 _SUBSUMED = {"transposed": "mn_major_missing", "rows_permuted": ""}
@@ -94,25 +95,21 @@ def _classes(subject: Subject, joint: list[Candidate]) -> list[Candidate]:
     sample = sample_positions(subject)
     steps = [*layout_steps(subject), *value_steps(subject)]
     likely = [step for step in steps if plausible(fit_at(subject, [step], sample))]
-    single = [_of_steps(subject, [step]) for step in likely]
-    named = [c for c in single if c.explains(name)] + [c for c in joint if c.cost <= 2]
-    given = list(given_patterns(subject))
-    measured = [_of_given(subject, pattern) for pattern in given]
-    named += [c for c in measured if c.cost <= 2 and c.explains(name)]
+    named = [_of_steps(subject, [step]) for step in likely]
+    patterns = [_of_given(subject, pattern) for pattern in sure_patterns(subject)]
+    named = [c for c in [*named, *joint, *patterns] if c.cost <= 2 and c.explains(name)]
     if any(c.fits[name].free <= _FEW_FREE * subject.count for c in named):
         return _best(name, named)
     read_off = [step for step in row_steps(subject) if plausible(fit_at(subject, [step], sample))]
     rows = [_of_steps(subject, [step]) for step in read_off]
-    rows += [c for c in measured if c.cost == 3] + [c for c in joint if c.cost == 3]
-    accepted = named + [c for c in rows if c.explains(name) and c.cost <= 3]
+    patterns += [_of_given(subject, pattern) for pattern in weak_patterns(subject)]
+    rest = [c for c in [*rows, *patterns, *joint] if c.cost > 2 and c.explains(name)]
+    accepted = named + [c for c in rest if c.cost == 3]
     if accepted:
         return _best(name, accepted)
     pairs = [_of_steps(subject, pair) for pair in _pairs(subject, steps, sample)]
     accepted = [c for c in pairs if c.explains(name)]
-    if accepted:
-        return _best(name, accepted)
-    rest = [c for c in [*rows, *measured] if c.cost > 3 and c.explains(name)]
-    return _best(name, rest)
+    return _best(name, accepted or rest)
 
 
 def _of_steps(subject: Subject, steps: Sequence[Step]) -> Candidate:
@@ -213,11 +210,10 @@ def predicted_units(subject: Subject, tensor: Tensor) -> Tensor:
 
 def _few_tokens(subjects: Sequence[Subject], call: Call, number: int) -> Tensor:
     """Token rows, half of them with differences."""
-    rows = [torch.linspace(0, call.num_tokens - 1, number // 2).long()]
+    rows = [spread(call.num_tokens, number // 2)]
     for subject in subjects:
         if subject.count and "token" in {axis.name for axis in subject.layout.axes}:
-            spread = torch.linspace(0, subject.count - 1, number // 2).long()
-            token = subject.locate(subject.positions[spread])["token"]
+            token = subject.locate(subject.positions[spread(subject.positions.numel(), number // 2)])["token"]
             rows.append(token[token >= 0])
     return torch.cat(rows).unique()
 

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megamoe.bundle import raw_memory
 
 Role = Literal["payload", "scale", "ids", "weights", "load", "values"]
+MOST_POSITIONS = 1 << 20
+_STRETCH = 256
 UNIT_DTYPES = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 _PLAIN_NAMES = {0: (), 1: ("index",), 2: ("row", "column"), 3: ("batch", "row", "column")}
 
@@ -108,7 +111,7 @@ class Subject:
 
     @property
     def total(self) -> int:
-        return self.expected.numel() if self.compared is None else int(self.compared.sum())
+        return self.expected.numel() if self.compared is None else count_true(self.compared)
 
     @cached_property
     def different(self) -> Tensor:
@@ -117,13 +120,30 @@ class Subject:
         return mask if self.compared is None else mask & self.compared
 
     @cached_property
-    def positions(self) -> Tensor:
-        """int64, the units that differ, ascending."""
-        return self.different.nonzero().reshape(-1)
-
-    @property
     def count(self) -> int:
-        return self.positions.numel()
+        return count_true(self.different)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64, the units that differ, ascending; of more than MOST_POSITIONS, those in stretches spread over all of them,
+        the first and the last included."""
+        if self.count <= MOST_POSITIONS:
+            return self.different.nonzero().reshape(-1)
+        number = -(-self.different.numel() // _STRETCH)
+        g = torch.Generator().manual_seed(number)
+        # Stretches at irregular distances, so that no period of the data hides between them.
+        wanted = max(1, number * MOST_POSITIONS // self.count)
+        chosen = torch.randperm(number, generator=g)[:wanted].sort().values
+        index = (chosen[:, None] * _STRETCH + torch.arange(_STRETCH)).reshape(-1)
+        index = index[index < self.different.numel()]
+        found = index[self.different[index]]
+        return torch.cat([self._ends[:1], found, self._ends[1:]]).unique()
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        """The first and the last unit that differ."""
+        mask = self.different.to(torch.uint8)
+        return torch.stack([mask.argmax(), mask.numel() - 1 - mask.flip(0).argmax()])
 
     def locate(self, positions: Tensor) -> dict[str, Tensor]:
         return self.layout.locate_elements(positions)  # type: ignore[no-any-return]
@@ -142,6 +162,18 @@ class Subject:
             chunk = torch.arange(start, min(start + (1 << 22), mask.numel()))
             mask[start : start + (1 << 22)] = self.layout.locate_elements(chunk)[first] < 0
         return mask
+
+
+def count_true(mask: Tensor) -> int:
+    """NumPy counts bytes; torch would widen them to int64 first."""
+    return int(np.count_nonzero(mask.numpy()))
+
+
+def spread(number: int, wanted: int) -> Tensor:
+    """At most ``wanted`` of the indices 0 ... number - 1, evenly spread, both ends included; int64."""
+    if number <= wanted:
+        return torch.arange(number)
+    return torch.arange(wanted) * (number - 1) // max(1, wanted - 1)
 
 
 def to_units(tensor: Tensor, unit_bits: int, *, memory: bool) -> Tensor:

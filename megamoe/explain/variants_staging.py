@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from megamoe.explain.subject import spread
 from megamoe.explain.variants import Call, Intermediates, Outputs, Replay, Variant, placed, replays, turned
 from reference import eplb, formats, routing, scale_pages, staging
 from reference.fp8 import Fp8Groups, quantize_fp8_groups
@@ -108,7 +109,7 @@ def _fp8(call: Call) -> Replay | None:
 
 def _few(call: Call) -> int:
     """Tokens that are quick to quantize forty times over."""
-    return max(64, (1 << 21) // call.inputs["hidden_states"].shape[-1])
+    return max(64, (1 << 19) // call.inputs["hidden_states"].shape[-1])
 
 
 def _hidden(call: Call) -> Tensor:
@@ -135,7 +136,7 @@ def _fp8_recipe(call: Call) -> Fp8GroupRecipe | None:
         cast(Fp8GroupRecipe, RECIPES[name]) for name in names if isinstance(RECIPES.get(name), Fp8GroupRecipe)
     ]
     number = _hidden(call).shape[0]
-    few = call if number <= 32 else call.tokens(torch.linspace(0, number - 1, 32).long())
+    few = call if number <= 32 else call.tokens(spread(number, 32))
     for recipe in [*named, *known]:
         if _hidden(few).shape[-1] % recipe.group == 0 and _reproduces(
             few, _place_fp8(few, recipe, quantize_fp8_groups(_hidden(few), recipe))

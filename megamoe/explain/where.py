@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamoe.explain.subject import PlainLayout, Subject
+from megamoe.explain.subject import PlainLayout, Subject, spread
 
 _PERIODS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 240, 256, 384, 512, 1024, 2048)
-_MOST = 1 << 20
+_MOST = 1 << 18
 _PLURALS = {"index": "indices", "in_word": "bytes in a word", "batch": "batches"}
 
 
@@ -28,7 +28,7 @@ class AxisPattern:
 def patterns(subject: Subject, positions: Tensor) -> list[AxisPattern]:
     """What stands out along each axis, at most ``_MOST`` differences being looked at."""
     if positions.numel() > _MOST:
-        positions = positions[torch.linspace(0, positions.numel() - 1, _MOST).long()]
+        positions = positions[spread(positions.numel(), _MOST)]
     coordinates = subject.locate(positions)
     sizes = {axis.name: axis.size for axis in subject.layout.axes}
     for digit in getattr(subject.layout, "digits", ()):
