@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reference._bits import INTEGER_OF_BYTES, as_integers
 from reference._layout_expression import Digit, parse
 
 __all__ = ["DTYPES", "Layout", "LayoutFamily"]
@@ -28,8 +29,6 @@ DTYPES: dict[str, torch.dtype] = {
         torch.float8_e8m0fnu,
     )
 }
-# Data moves as integers of its width: no conversion, no canonical NaN, on any device.
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -164,15 +163,15 @@ class Layout:
         raw = torch.full((self.storage_bytes,), fill, dtype=torch.uint8, device=logical.device)
         if out is not None:
             self._check_storage(out)
-            self._as_integers(raw).copy_(_integers(out))
+            self._as_integers(raw).copy_(as_integers(out))
         elements = self._spread(raw)
         for positions, value in self._defined_padding():
             elements[positions.to(raw.device)] = value
-        self._scatter(elements, _integers(logical))
+        self._scatter(elements, as_integers(logical))
         self._gather_bits(elements, raw)
         if out is None:
             return self.view(raw)
-        _integers(out).copy_(self._as_integers(raw))
+        as_integers(out).copy_(self._as_integers(raw))
         return out
 
     def unpack(self, storage: Tensor) -> Tensor:
@@ -190,7 +189,7 @@ class Layout:
             raw[: storage.numel()] = storage
         else:
             self._check_storage(storage)
-            self._as_integers(raw).copy_(_integers(storage))
+            self._as_integers(raw).copy_(as_integers(storage))
         return self._gather(self._spread(raw)).view(self.logical_dtype)
 
     def view(self, raw: Tensor) -> Tensor:
@@ -225,14 +224,14 @@ class Layout:
             raise TypeError(f"{self.name} is stored as {self.storage_dtype}, got {storage.dtype}")
 
     def _as_integers(self, raw: Tensor) -> Tensor:
-        return raw.view(_INTEGER[self.storage_dtype.itemsize]).as_strided(
+        return raw.view(INTEGER_OF_BYTES[self.storage_dtype.itemsize]).as_strided(
             self.storage_shape, self.storage_strides
         )
 
     def _spread(self, raw: Tensor) -> Tensor:
         """One entry an element: the memory itself, or its nibbles spread out."""
         if self.element_bits >= 8:
-            return raw.view(_INTEGER[self.element_bits // 8])
+            return raw.view(INTEGER_OF_BYTES[self.element_bits // 8])
         return torch.stack((raw & 15, raw >> 4), 1).reshape(-1)
 
     def _gather_bits(self, elements: Tensor, raw: Tensor) -> None:
@@ -393,11 +392,6 @@ class Layout:
             },
             "padding": dict(self._family.padding),
         }
-
-
-def _integers(tensor: Tensor) -> Tensor:
-    """The tensor's bits as integers of its width (the same memory)."""
-    return tensor.view(_INTEGER[tensor.dtype.itemsize])
 
 
 def _row_blocks(starts: Tensor, inside: Tensor) -> list[slice]:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reference.formats import unpack_scale_words
 from reference.weights import (
     transform_sf_into_required_layout,
     transform_weights_for_mega_moe,
@@ -54,8 +55,7 @@ def expand_block_scale(scale: Tensor, block: Sequence[int] | None, mn: int, k: i
             f"scale must be {shape} for mn={mn}, k={k} and blocks {tuple(block)}, got {tuple(scale.shape)}"
         )
     if scale.dtype == torch.int32:
-        shifts = torch.arange(0, 32, 8, device=scale.device, dtype=torch.int32)
-        codes = (scale[:, :, None] >> shifts & 0xFF).to(torch.uint8).reshape(mn, -1)[:, :blocks]
+        codes = unpack_scale_words(scale)[:, :blocks]
     else:
         codes = scale.view(torch.uint8).repeat_interleave(rows, 0)[:mn]
     return ue8m0_uint8_to_float(codes.repeat_interleave(columns // 32, 1)[:, : k // 32].contiguous())

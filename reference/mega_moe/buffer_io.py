@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reference._bits import as_integers
 from reference.formats import pack_scale_words, unpack_e2m1, unpack_scale_words
 from reference.mega_moe.families import MegaMoeFamily
 from reference.mega_moe.forward import RankResult
@@ -58,12 +59,7 @@ def write_results(
 
 def _write_ring(target: Tensor, rows: Tensor, live: Tensor, ring_rows: int) -> None:
     """Live rows to their place modulo ring_rows; where the ring comes round, the later row stays."""
-    target, rows = _bits(target), _bits(rows)
+    target, rows = as_integers(target), as_integers(rows)  # float8 cannot be indexed everywhere
     for start in range(0, len(rows), ring_rows):
         here = live[start : start + ring_rows].nonzero()[:, 0]
         target[here] = rows[start + here]
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Its bytes or words as integers: float8 cannot be indexed everywhere."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from reference._bits import as_integers
 from reference.formats import unpack_e2m1, unpack_scale_words
 from reference.mega_moe.families import MegaMoeFamily
 from reference.mega_moe.inputs import ExpertWeights
@@ -60,8 +61,7 @@ def _undo(tensor: Tensor, move_rows: Callable[[Tensor], Tensor]) -> Tensor:
     """The rows of ``tensor`` [e, rows, ...] back where ``move_rows`` took them from."""
     rows = torch.arange(tensor.shape[1], dtype=torch.int32, device=tensor.device)
     source = move_rows(rows[None, :, None])[0, :, 0].long()
-    bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-    bits = bits.view(torch.uint8) if bits.element_size() == 1 else bits
+    bits = as_integers(tensor)
     result = torch.empty(bits.shape, dtype=bits.dtype, device=bits.device)
     result[:, source] = bits
     return result.view(tensor.dtype)
