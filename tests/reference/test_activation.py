@@ -139,7 +139,7 @@ def test_ex2_takes_the_complement_of_a_negative_fraction(generator: torch.Genera
 
 # --- Functions built on the approximate ones ---
 
-# sha256 of an H200's results for 2^20 patterns spread over all signs and exponents (hardware/check_functions.py,
+# sha256 of an H200's results for 2^20 patterns over all signs and exponents (hardware/check_functions.py,
 # which found the models equal for all 2^32).
 RECORDED_SAMPLES = {
     "ex2_approx_ftz": "8dbdde92e68b3ffa77baf9c724eec6902a7e75ed5f1974164d7590aad2881cf9",
