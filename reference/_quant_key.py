@@ -70,8 +70,7 @@ def fp8_recipe_of_key(key: Any) -> Fp8GroupRecipe:
 
     ValueError unless the key is symmetric dynamic e4m3fn with one scale (no second one) per 1 x col group,
     col dividing 128 and at least 16, with UE8M0 scales (col at least 32: smaller groups' bytes do not fit the
-    word of a tile) or
-    float32 scales. Source: NUMERICS 2.6.
+    word of a tile) or float32 scales. Source: NUMERICS 2.6.
     """
     expected = (
         f"a symmetric dynamic float8_e4m3fn key with one scale per 1 x col group, col dividing {_TILE}, "

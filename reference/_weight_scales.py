@@ -177,8 +177,9 @@ def pack_e4m3_scales(sf: Tensor) -> Tensor:
 
 
 def transform_ue4m3_sf_into_required_layout(sf: Tensor, mn: int) -> Tensor:
-    """fp32 scales [batch,] mn, groups rounded to E4M3 (saturating at 448) and packed as
-    `pack_e4m3_scales`.
+    """fp32 scales [batch,] mn, groups rounded to E4M3 (saturating at 448), packed as `pack_e4m3_scales` does.
+
+    TypeError, ValueError: another dtype, or other rows than mn.
     """
     check_tensor("sf", sf, (torch.float32,), (2, 3))
     if sf.shape[-2] != mn:

@@ -31,10 +31,10 @@ _INTEGERS = (torch.int32, torch.int64)
 class EplbState(Protocol):
     """What staging reads of an EplbLayerState; inert (no mapping) when logical_to_physical_map is None.
 
-    expert_load_view: int32 [P], counts per physical expert, added to. logical_to_physical_map: integer [E,
-    slots].
-    logical_replica_count: integer [E]. should_record_tensor: scalar bool tensor. num_unpadded_tokens_tensors:
-    one scalar integer tensor per micro-batch, of which the first is used.
+    expert_load_view: int32 [P], counts per physical expert, added to.
+    logical_to_physical_map: integer [E, slots]. logical_replica_count: integer [E].
+    should_record_tensor: scalar bool tensor. num_unpadded_tokens_tensors: one scalar integer tensor per
+    micro-batch, of which the first is used.
     """
 
     expert_load_view: Tensor | None
@@ -71,8 +71,7 @@ def replica_hash(tokens: Tensor, recipe: RoutingRecipe = ROUTING) -> Tensor:
 
 
 def choose_replica(tokens: Tensor, replica_count: Tensor, recipe: RoutingRecipe = ROUTING) -> Tensor:
-    """Replica index of each token given its expert's replica count (same shape); a count of 0 is treated as
-    1."""
+    """Replica index of each token given its expert's replica count (same shape); a count of 0 counts as 1."""
     mode = "floor" if recipe.replica_remainder == "floor" else "trunc"
     hashed, count = replica_hash(tokens, recipe), replica_count.to(torch.int64).clamp_min(1)
     return hashed - torch.div(hashed, count, rounding_mode=mode) * count

@@ -5,12 +5,10 @@ Values are float32, whose bits are taken apart as integers, so that neither a li
 decides a rounding:
 
 * ``encode`` rounds a float32 significand to the format's fraction bits by adding a rounding increment below
-the
-  last kept bit and shifting; the carry out of the significand is the carry into the exponent.
+  the last kept bit and shifting; the carry out of the significand is the carry into the exponent.
 * A code depends only on sign, exponent, the first ``fraction_bits + 1`` fraction bits, and on whether any
-lower bit
-  is set. Large tensors use that: the codes of all such keys are computed once by the same arithmetic, and
-  looked up.
+  lower bit is set. Large tensors use that: the codes of all such keys are computed once by the same
+  arithmetic, and looked up.
 
 Easy to get wrong: E4M3 keeps the sign of zero and the software E2M1 quantizers drop it; NaN has one canonical
 code (0x7F for E4M3, whatever the sign); byte 0 of UE8M0 is 2^-127, a float32 subnormal, which the shift used
@@ -142,8 +140,7 @@ def encode(
         "toward_zero" (truncation), "half_to_zero" (nearest, ties toward zero); for an unsigned format also
         "floor" and "ceil". UE8M0 has no fraction: "even" there means the even exponent byte.
     overflow: what becomes of magnitudes that round above the largest finite value, infinities included:
-    "saturate"
-        gives the largest finite value of that sign, "nan" the NaN code.
+        "saturate" gives the largest finite value of that sign, "nan" the NaN code.
     negative_zero: "keep" the sign of a zero or of a value that rounds to zero, or "drop" it.
     subnormals: "keep", or "flush" results below the smallest normal to zero.
     nan_code: the code of a NaN; by default the format's canonical NaN, and 0 for a format that has none.
@@ -185,10 +182,9 @@ def decode(codes: Tensor, fmt: Format | str) -> Tensor:
 
 
 def decode_ue8m0_shift(codes: Tensor) -> Tensor:
-    """UE8M0 codes (uint8) -> float32 by ``code << 23``, as production does: byte 0 is 0.0 and byte 255 is
-    +inf.
+    """UE8M0 codes (uint8, any shape) -> float32 by ``code << 23``, as production does: 0 is 0.0, 255 is +inf.
 
-    Source: NUMERICS 1.2.
+    TypeError for a dtype other than uint8. Source: NUMERICS 1.2.
     """
     if codes.dtype != torch.uint8:
         raise TypeError(f"codes: expected uint8, got {codes.dtype}")
@@ -211,8 +207,7 @@ def encode_ue8m0_scale(scales: Tensor, *, rounding: Rounding = "ceil", smallest:
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:
-    """E2M1 codes uint8 [..., n] -> bytes uint8 [..., n / 2]: even columns in bits 3..0, odd ones in bits
-    7..4.
+    """E2M1 codes uint8 [..., n] -> bytes uint8 [..., n / 2]: odd columns in bits 7..4, even ones in 3..0.
 
     ValueError for an odd number of columns. Source: NUMERICS 1.4.
     """
@@ -268,8 +263,7 @@ def _encode_bits(
         code = _round_shift(significand, shift, rounding)
         code = code + ((exponent - smallest).clamp_min(0) << fmt.fraction_bits)
     else:
-        # UE8M0 has float32's exponent field; only 2^-127 (code 0) lies where float32 is subnormal, one bit
-        # lower.
+        # UE8M0 has float32's exponent field; only 2^-127 (code 0) is a float32 subnormal, one bit lower.
         aligned = torch.where(magnitude < _HIDDEN_BIT, (2 * magnitude - _HIDDEN_BIT).clamp_min(0), magnitude)
         code = _round_shift(aligned, torch.full_like(bits, 23), rounding)
     if subnormals == "flush" and fmt.has_subnormals:
@@ -291,8 +285,7 @@ def _encode_bits(
 
 
 def _round_shift(significand: Tensor, shift: Tensor, rounding: Rounding) -> Tensor:
-    """significand >> shift (both int32, shift >= 1), rounded; a carry runs into the bits above, as it
-    should."""
+    """significand >> shift (both int32, shift >= 1), rounded; a carry runs into the bits above."""
     one = torch.ones_like(shift)
     if rounding == "even":
         increment = (one << (shift - 1)) - 1 + ((significand >> shift) & 1)
@@ -322,7 +315,7 @@ def _encode_by_table(bits: Tensor, fmt: Format, *knobs: object) -> Tensor:
 
 def _key_shift(fmt: Format) -> int:
     # Kept: sign, 8 exponent bits, the fraction and its guard bit. The lowest key bit says that anything below
-    # is set. # UE8M0's code 0 lies among float32's subnormals, where its leading one takes a fraction bit.
+    # is set. UE8M0's code 0 lies among float32's subnormals, where its leading one takes a fraction bit.
     return 23 - (fmt.fraction_bits + (1 if fmt.has_subnormals else 2)) - 1
 
 

@@ -79,9 +79,11 @@ def quantize_fp8_groups(hidden: Tensor, recipe: Fp8GroupRecipe, *, intermediates
 
 @dataclass(frozen=True)
 class GroupScales:
-    """From amax to scale, elementwise. raw: before rounding to a power of two. exponents: UE8M0 bytes or
-    None.
-    stored: the scale as float32. divisor, reciprocal: what elements are divided by, and its reciprocal."""
+    """From amax to scale, elementwise, all of the shape of amax and float32 but the exponents.
+
+    raw: before rounding to a power of two. exponents: UE8M0 bytes (uint8) or None. stored: the scale.
+    divisor, reciprocal: what elements are divided by, and its reciprocal.
+    """
 
     raw: Tensor
     exponents: Tensor | None
@@ -91,8 +93,7 @@ class GroupScales:
 
 
 def group_scales(amax: Tensor, recipe: Fp8GroupRecipe) -> GroupScales:
-    """float32 amax (floor applied), any shape -> the scale and its steps, same shape. Source: NUMERICS 2,
-    2.3, 2.4."""
+    """float32 amax (floor applied), any shape -> the scale and its steps. Source: NUMERICS 2, 2.3, 2.4."""
     largest = _element_format(recipe).max_value
     if recipe.scale_division == "divide":
         raw = amax / constant(amax, largest)

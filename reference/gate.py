@@ -39,7 +39,9 @@ def gate_logits(x: Tensor, weight: Tensor, *, num_splits: int = 1, accumulation:
     """x [T, H] bf16, weight [E, H] bf16 -> fp32 [T, E].
 
     num_splits: parts of H whose fp32 sums are added in order (1, 2, 4 or 8; production chooses by token
-    count). accumulation: "float64", or the name of a tensor-core family such as "blackwell_bf16".
+    count). accumulation: "float64", or the name of a tensor-core family such as "blackwell_bf16". The order
+    of the float64 sums is the library's: it shows only where a sum lies within its own error (about 2^-50)
+    of a tie between two fp32 values. ValueError: other splits, or ones that do not divide H.
     """
     require(num_splits in (1, 2, 4, 8), "num_splits", "1, 2, 4 or 8", num_splits)
     require(x.shape[1] % num_splits == 0, "x", f"columns that {num_splits} splits divide", list(x.shape))

@@ -62,8 +62,8 @@ def quantize_nvfp4(
 
     global_scale: the fixed outer scale at level "block" (a Python float; fl(6 g) is rounded once).
     TypeError for another dtype; ValueError for a shape that is not [T, H] with H a multiple of the group, and
-    for a global scale that is not positive and finite or is given at level "token". Source: NUMERICS 3a, 3b,
-    3c.
+    for a global scale that is not positive and finite or is given at level "token".
+    Source: NUMERICS 3a, 3b, 3c.
     """
     check_hidden(hidden, recipe.group)
     if not 0.0 < global_scale < float("inf"):
@@ -96,8 +96,8 @@ def quantize_nvfp4(
 
 @dataclass(frozen=True)
 class Nvfp4Scales:
-    """outer: float32 [T, 1, 1] or scalar, the token or global scale. raw: [T, G], before E4M3. codes, values:
-    E4M3."""
+    """outer: float32 [T, 1, 1], or [1] for a global scale. raw: float32 [T, G], before E4M3. codes: uint8
+    [T, G], E4M3. values: float32 [T, G], decoded."""
 
     outer: Tensor
     raw: Tensor
@@ -106,8 +106,7 @@ class Nvfp4Scales:
 
 
 def nvfp4_scales(amax: Tensor, recipe: Nvfp4Recipe, global_scale: float = 1.0) -> Nvfp4Scales:
-    """Group amax float32 [T, G] -> token and block scales. Source: NUMERICS 3a steps 1 to 4, 3b step 1,
-    3c."""
+    """Group amax float32 [T, G] -> token and block scales. Source: NUMERICS 3a (1 to 4), 3b (1), 3c."""
     sixth = constant(amax, 1.0 / 6.0)
     if recipe.levels == "token":
         # A row without columns has no largest magnitude: the floor is its scale.
@@ -127,8 +126,7 @@ def nvfp4_scales(amax: Tensor, recipe: Nvfp4Recipe, global_scale: float = 1.0) -
     elif recipe.block_division == "multiply_reciprocals":
         raw = (amax * sixth) * reciprocal(outer)
     else:
-        # Division by a positive scale is monotone: the largest quotient is the quotient of the largest
-        # magnitude.
+        # Division by a positive scale is monotone: the largest quotient is that of the largest magnitude.
         normalized = amax / outer
         normalized = normalized.masked_fill(normalized.isnan(), 0.0)  # Inf / Inf, which the amax ignores
         raw = (
@@ -183,8 +181,7 @@ def rms_norm_bf16(
     Exact given rstd. The kernels sum the squares in an order that the compiler chose and use an approximate
     reciprocal square root; here the squares are added by halves (column i and column i + n/2 of the first n,
     the largest power of two not above H; columns past n are added first, to columns 0, 1, ...), and the root
-    is correctly rounded. rstd:
-    float32 [T], used instead of the computed one. Source: NUMERICS 3d.
+    is correctly rounded. rstd: float32 [T], used instead of the computed one. Source: NUMERICS 3d.
     """
     num_tokens, num_columns = hidden.shape
     sum_squares = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)

@@ -1,5 +1,4 @@
-"""Twins of DeepGEMM's own staging kernels, ``mega_moe_pre_dispatch`` (SM100) and
-``mega_moe_pre_dispatch_sm90``.
+"""DeepGEMM's own staging kernels: ``mega_moe_pre_dispatch`` (SM100) and ``mega_moe_pre_dispatch_sm90``.
 
 They quantize like the vLLM kernels for ordinary values, and otherwise not: true division, a reciprocal of 0
 for a group with Inf (SM100), a floor of 1e-10 (SM90); and they fill the top-k slots past the last token with
@@ -37,13 +36,12 @@ def mega_moe_pre_dispatch(
     """Stages the first num_tokens rows of x into a buffer of P rows for SM100.
 
     x: bf16 [M, H]. topk_idx: int32 [M, K]. topk_weights: float32 [M, K]. buf_x: e4m3fn [P, H], or bytes [P, H
-    / 2] of
-    E2M1 pairs with use_fp4_acts. buf_x_sf: int32 [P, H / (4 * group_size)], UE8M0 bytes group after group.
-    buf_topk_idx: int64 [P, K]. buf_topk_weights: float32 [P, K]; their rows past num_tokens become (-1, 0.0).
+    / 2] of E2M1 pairs with use_fp4_acts. buf_x_sf: int32 [P, H / (4 * group_size)], UE8M0 bytes group after
+    group. buf_topk_idx: int64 [P, K]. buf_topk_weights: float32 [P, K]; their rows past num_tokens become
+    (-1, 0.0).
 
     ValueError: a group size other than 32, 64, 128; H not a multiple of 4 groups; num_tokens above M or P;
-    shapes or
-    devices that do not fit. TypeError: a wrong dtype. Source: NUMERICS 2.8, 6.1; 3e for E2M1.
+    shapes or devices that do not fit. TypeError: a wrong dtype. Source: NUMERICS 2.8, 6.1; 3e for E2M1.
     """
     require(group_size in (32, 64, 128), "group_size", "32, 64 or 128", group_size)
     width, dtypes = (2, (torch.int8, torch.uint8)) if use_fp4_acts else (1, (torch.float8_e4m3fn,))
@@ -84,8 +82,7 @@ def mega_moe_pre_dispatch_sm90(
     multiplied by routed_scaling_factor (rounded to float32).
 
     ValueError: a group size other than 128; H not a multiple of it; num_tokens above M or P; shapes or
-    devices that do
-    not fit. TypeError: a wrong dtype. Source: NUMERICS 2.8, 6.1, 17.
+    devices that do not fit. TypeError: a wrong dtype. Source: NUMERICS 2.8, 6.1, 17.
     """
     require(group_size == 128, "group_size", "128", group_size)
     _check_inputs(x, topk_idx, topk_weights, num_tokens, multiple=group_size)

@@ -1,5 +1,4 @@
-"""Named arithmetic: which floor, which division, which rounding. One field a knob, one entry a kernel in the
-field.
+"""Named arithmetic: which floor, which division, which rounding. One field a knob, one entry a kernel.
 
 A recipe is data: turning one knob is ``dataclasses.replace(recipe, knob=value)``, and ``KNOBS`` lists what
 each knob can be turned to. Every entry names its source in NUMERICS.md.
@@ -30,8 +29,7 @@ class Fp8GroupRecipe:
     scale_division: raw scale = amax / largest element value, or amax * fl(1 / largest element value).
     scale_rounding: to a power of two (ue8m0 only). scale_min_exponent: smallest UE8M0 byte.
     element_division: value * (1 / scale), or value / scale.
-    inf_reciprocal: 1 / 2^127 (ue8m0 byte 254) as the subnormal 2^-127, or as the zero that (254 - byte) << 23
-    gives.
+    inf_reciprocal: 1 / 2^127 (byte 254) as the subnormal 2^-127, or as the zero of (254 - byte) << 23.
     nan_amax: "ignore" NaN elements in the group's amax, as GPU max instructions do, or "propagate" them.
     element_rounding, overflow, negative_zero, subnormals: see reference.formats.encode.
     scale_rounded_after_quantization: elements are divided by the raw scale and only the stored scale is
@@ -59,20 +57,17 @@ class Fp8GroupRecipe:
 
 @dataclass(frozen=True)
 class Nvfp4Recipe:
-    """E2M1 elements with one E4M3 scale per ``group`` columns and, at level "token", one float32 scale a
-    token.
+    """E2M1 elements, one E4M3 scale per ``group`` columns and, at level "token", one float32 scale a token.
 
     token_floor: lower bound of a row's largest magnitude; token_scale: how it is divided by 2688 = 448 * 6.
     The outer scale o below is the token scale, or at level "block" a global scale handed in with the values
     (1 if none).
     block_division: block scale = a * fl(1/6) ("multiply_reciprocal") or a / 6 ("divide"), where a is the
-    group's amax
-        after division by o; or amax / fl(6 o) ("divide_by_product"), or fl(amax * fl(1/6)) * fl(1/o)
-        ("multiply_reciprocals"), with the amax of the original values.
+        group's amax after division by o; or amax / fl(6 o) ("divide_by_product"), or
+        fl(amax * fl(1/6)) * fl(1/o) ("multiply_reciprocals"), with the amax of the original values.
     block_floor, block_ceiling: bounds before rounding to E4M3; 0 and inf switch them off.
     element_division: value / o / S ("divide"); the value, divided by o, against the boundaries times S,
-    exactly
-        ("compare_scaled"); value / fl(S o) ("divide_by_product"); value * (1 / fl(S o))
+        exactly ("compare_scaled"); value / fl(S o) ("divide_by_product"); value * (1 / fl(S o))
         ("multiply_reciprocal").
     zero_scale: what elements become where S is 0: "zero" codes, or IEEE arithmetic ("ieee").
     element_rounding, negative_zero, nan_code: of the E2M1 conversion.
@@ -98,12 +93,12 @@ class Nvfp4Recipe:
 class RoutingRecipe:
     """Repacking of top-k ids and weights, and the mapping of logical experts to replicas.
 
-    padding_id, padding_weight: what the slots of a padding token hold. count_padded_tokens: record load for
-    tokens at or past the number of unpadded tokens too. replica_hash_multiplier: hash of token t is t *
-    multiplier, reduced to replica_hash_bits bits, as a signed number if replica_hash_signed. replica_hash_by:
-    hash the token's row, so that
-    all its slots share one, or the flat slot. replica_remainder: of floor division, or of truncating division
-    as in C.
+    padding_id, padding_weight: what the slots of a padding token hold.
+    count_padded_tokens: record load for tokens at or past the number of unpadded tokens too.
+    replica_hash_multiplier: hash of token t is t * multiplier, reduced to replica_hash_bits bits, as a signed
+        number if replica_hash_signed.
+    replica_hash_by: hash the token's row, so that all its slots share one, or the flat slot.
+    replica_remainder: of floor division, or of truncating division as in C.
     invalid_id: what an id outside the logical experts becomes: -1, or "keep".
     """
 

@@ -39,8 +39,7 @@ def page_row_of_token(tokens: Tensor, block_m: int) -> Tensor:
 
 
 def token_of_page_row(rows: Tensor, block_m: int, num_tokens: int) -> Tensor:
-    """Inverse map: row indices (integer tensor, any shape) -> tokens, int64, same shape; -1 where a row is
-    padding."""
+    """Inverse map: row indices (integer tensor, any shape) -> tokens, int64, same shape; -1 for padding."""
     rows = rows.to(torch.int64)
     page = page_rows(block_m)
     in_page, in_square = rows % page, rows % 128
@@ -59,8 +58,8 @@ def write_scale_pages(words: Tensor, block_m: int, pages: Tensor) -> None:
     """Writes words int32 [T, W] into pages int32 [rows, W] (any strides); rows without a token are left
     alone.
 
-    ValueError for a page tensor with other columns or fewer than the required rows. Source: NUMERICS 4.3,
-    4.4.
+    ValueError for a page tensor with other columns or fewer than the required rows.
+    Source: NUMERICS 4.3, 4.4.
     """
     num_tokens, num_words = words.shape
     needed = required_rows(num_tokens, block_m)

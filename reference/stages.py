@@ -30,8 +30,8 @@ _TILE = 128
 
 @dataclass(frozen=True)
 class StagedFp8:
-    """x: uint8 [M, H] E4M3 codes. x_sf: int32 [M, H / 128] words, or float32 [M, H / group]. groups: how they
-    came."""
+    """x: uint8 [M, H] E4M3 codes. x_sf: int32 [M, H / 128] words, or float32 [M, H / group].
+    groups: how they came."""
 
     x: Tensor
     x_sf: Tensor
@@ -41,8 +41,7 @@ class StagedFp8:
 @dataclass(frozen=True)
 class StagedNvfp4:
     """x: uint8 [M, H / 2]. x_sf: int32 [M, H / 64] words ("token") or uint8 [M, H / 16] ("block"). x_scales:
-    float32 [M]
-    or None. groups: how they came. norm: the normalization before it, if there was one."""
+    float32 [M] or None. groups: how they came. norm: the normalization before it, if there was one."""
 
     x: Tensor
     x_sf: Tensor
@@ -68,8 +67,7 @@ def stage_fp8(hidden: Tensor, recipe: Fp8GroupRecipe = MXFP8, *, intermediates: 
 
 
 def ue8m0_tile_words(exponents: Tensor, group: int) -> Tensor:
-    """UE8M0 bytes [M, H / group] -> int32 [M, H / 128], one word per 128 columns; bytes without a group are
-    zero."""
+    """UE8M0 bytes [M, H / group] -> int32 [M, H / 128]: a word a tile, bytes without a group zero."""
     per_tile = _TILE // group
     tiles = exponents.view(exponents.shape[0], -1, per_tile)
     return pack_scale_words(tiles).squeeze(-1)

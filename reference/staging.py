@@ -97,8 +97,7 @@ def prepare_megamoe_inputs(
     ValueError: H not a positive multiple of 128; x_sf given other than iff quantized; a key that is not
     accepted (see reference._quant_key); shapes of weights and ids differ; one of the shared pair alone, or
     with other scales than UE8M0; block_m not positive; pages with other columns or too few rows; a wrong
-    shape or device. TypeError: a wrong
-    dtype. Source: NUMERICS 2.6, 2.7, 4, 6.
+    shape or device. TypeError: a wrong dtype. Source: NUMERICS 2.6, 2.7, 4, 6.
     """
     num_tokens = hidden_states.shape[0]
     if num_tokens == 0:
@@ -154,8 +153,7 @@ def prepare_megamoe_nvfp4_inputs(
     """Stages hidden states as two-level NVFP4 with their routing, and optionally for a shared expert.
 
     hidden_states, topk_*, is_padding, eplb_state: as for prepare_megamoe_inputs. x: bytes [M, H / 2], even
-    columns in
-    bits 3..0. x_sf: int32 [M, H / 64], four E4M3 bytes a word. x_scales: float32 [M].
+    columns in bits 3..0. x_sf: int32 [M, H / 64], four E4M3 bytes a word. x_scales: float32 [M].
     shared_x: e4m3fn [M, H], written with MXFP8 of the same hidden states and with its pages shared_x_sf for
     tiles of shared_block_m (both required then), or bf16 [M, H], a copy (both None then). x, x_sf and
     shared_x row-major.

@@ -7,6 +7,10 @@ without a token keep what they held) and, if given, ``cumulative_local_expert_re
 it adds to. Bad arguments raise ValueError or TypeError before anything is written. ``activation_clamp``
 None is no clamp.
 
+Weights are in kernel layout (``reference.weights.transform_weights_for_mega_moe`` and its SM90 form), e
+experts of this rank: l1 [e, 2I, H], gate and up rows interleaved, l2 [e, H, I], FP4 as bytes of two. Scale
+words are int32 MN-major in UTCCP order, [e, rows, K / 128] (UE8M0 per 32) or [e, rows, K / 64] (E4M3 per 16).
+
 ``cumulative_local_expert_recv_stats``, ``recipe`` and the names of activations are those of the libraries;
 signatures are sgl-deep-gemm 0.1.5's for SM90 and DeepGEMM's as bundled with vLLM 0.33 for SM100. Source:
 NUMERICS 8, 10, 11.2.
@@ -50,8 +54,11 @@ def fp8_mega_moe(
     activation_clamp: float | None = None,
     fast_math: bool = True,
 ) -> None:
-    """SM90: E4M3 activations with float32 scales per 128, E4M3 weights with float32 scales per 128x128
-    block."""
+    """SM90: E4M3 activations with float32 scales per 128, E4M3 weights with float32 scales per 128x128 block.
+
+    l1_weights: (e4m3 [e, 2I, H], float32 [e, 2I / 128, H / 128]); l2_weights: (e4m3 [e, H, I], float32
+    [e, H / 128, I / 128]); the scales keep the checkpoint's order. Source: NUMERICS 8.8, 17.
+    """
     _check_recipe(recipe, (128, 128, 128))
     family = FAMILIES["sm90_fp8xfp8"]
     options = _activation(activation, activation_clamp, 1.0, 0.0, fast_math)
@@ -85,8 +92,11 @@ def fp8_fp4_mega_moe(
     activation_alpha: float = 1.0,
     activation_beta: float = 0.0,
 ) -> None:
-    """SM100: E4M3 activations, E2M1 or E4M3 weights (the buffer's mma_type says which), UE8M0 scales per
-    32; shared experts E4M3 with the same scales."""
+    """SM100: E4M3 activations, E2M1 or E4M3 weights (the buffer's mma_type says which), UE8M0 scales per 32.
+
+    Shared experts: E4M3 with the same scales, l1 [2IS, H], l2 [H, IS]; their input is x, their scales the
+    buffer's pages. Source: NUMERICS 8.2 to 8.5.
+    """
     _check_recipe(recipe, (1, 1, 32))
     known = {"fp8xfp4": "sm100_fp8xfp4", "fp8xfp8": "sm100_fp8xfp8"}
     require(sym_buffer.mma_type in known, "sym_buffer", f"one for {' or '.join(known)}", sym_buffer.mma_type)
@@ -122,7 +132,11 @@ def bf16_mega_moe(
     post_expert_norm_eps: float = 1e-6,
 ) -> None:
     """SM100: bfloat16 throughout; with ``post_expert_norm_gamma`` float32 [H], RMSNorm of every expert's
-    output and the routing weight after it (then no shared experts)."""
+    output and the routing weight after it (then no shared experts).
+
+    Weights are bfloat16 tensors without scales, shared experts' l1 [2IS, H], l2 [H, IS]. Source: NUMERICS 8.2
+    to 8.6.
+    """
     family = FAMILIES["sm100_bf16"]
     options = _activation(activation, activation_clamp, activation_alpha, activation_beta, fast_math)
     tokens = _check_call(y, sym_buffer, cumulative_local_expert_recv_stats)
@@ -157,7 +171,8 @@ def nvfp4_mega_moe(
 ) -> None:
     """SM100, two-level NVFP4: E2M1 with E4M3 scales per 16, float32 [e] alphas on both accumulators, and
     with use_x_scales the buffer's float32 scale a token. Shared experts E4M3 with UE8M0 scales, or
-    bfloat16, from their own input."""
+    bfloat16, from their own input. l2_activation_scale: a positive finite number. Source: NUMERICS 8.2 to
+    8.5, 11.2."""
     family = FAMILIES["sm100_nvfp4"]
     plain = activation_alpha == 1.0 and activation_beta == 0.0 and shared_l1_weights is None
     require(
@@ -222,7 +237,8 @@ def fp4_fp4_mega_moe(
     post_expert_norm_eps: float = 1e-6,
 ) -> None:
     """SM100, one-level NVFP4: E2M1 with E4M3 scales per 16; l1_alphas float32 [e, 2] (gate, up), l2_alphas
-    and a2_scales [e]. Shared experts bfloat16, from ``x_bf16`` [T, H]: all three or none."""
+    and a2_scales [e]. Shared experts bfloat16, from ``x_bf16`` [T, H]: all three or none.
+    ``post_expert_norm_gamma`` as for ``bf16_mega_moe``. Source: NUMERICS 8.2 to 8.6."""
     _check_recipe(recipe, (1, 1, 16))
     family = FAMILIES["sm100_fp4xfp4"]
     options = _activation(activation, activation_clamp, 1.0, 0.0, fast_math)
