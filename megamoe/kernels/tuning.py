@@ -31,10 +31,7 @@ BLOCK_RULES = (
     Rule(32, Tile(1, 512, 1)),
     Rule(None, Tile(2, 1024, 4)),
 )
-TOKEN_RULES = (
-    Rule(256, Tile(1, 4096, 8)),
-    Rule(None, Tile(1, 2048, 4)),
-)
+TOKEN_RULES = (Rule(None, Tile(1, 2048, 4)),)
 NORM_TILE = Tile(1, 2048, 4)
 LANE_SLOTS = 1  # token slots of a lane in a routing tile: more of them cost the quantizers' registers
 COUNTING_SLOTS = 16384  # token slots of a call from which a program counts the load before it adds it
