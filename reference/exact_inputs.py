@@ -5,22 +5,19 @@ which for some hardware is known from the literature only. Here nothing is ever 
 kernel gives one possible output:
 
 * Every product in L1 is +1 or -1 (or 0): a code is a power of two and its scale the inverse. Scales differ
-from group to
-  group all the same, so a scale read from the wrong place multiplies its group by a power of two. A sum of
-  K such products is an integer of at most K in magnitude: K < 2^14 is exact even with the 13 fraction bits
-  of Hopper's FP8.
+  from group to group all the same, so a scale read from the wrong place multiplies its group by a power of
+  two. A sum of K such products is an integer of at most K in magnitude: K < 2^14 is exact even with the 13
+  fraction bits of Hopper's FP8.
 * Half of the columns repeat the other half with weights of the opposite sign: running sums wander, and come
-back. What
-  remains decides the result: gate 64 in every column, up an integer from -7 to 7 that differs from token to
-  token.
+  back. What remains decides the result: gate 64 in every column, up an integer from -7 to 7 that differs
+  from token to token.
 * sigmoid(64) is 1 in float32, whichever exponential and reciprocal compute it: the activation is gate * up
-exactly.
+  exactly.
 * The largest magnitude of each 64 columns is 7 * 64 = 448 times the routing weight, a power of two: scales
-are powers of
-  two in the FP8 families, and all 15 values have codes. (NVFP4 families round here, by IEEE operations on
-  exact values.)
+  are powers of two in the FP8 families, and all 15 values have codes. (NVFP4 families round here, by IEEE
+  operations on exact values.)
 * L2 repeats the construction: intermediate columns come in equal halves, w2 opposes them, and products are
-at most 7.
+  at most 7.
 * Slots add up exactly: bf16 outputs of a token differ by few powers of two.
 
 ``check_exact`` does not rely on any of this. It decodes the operands that a forward really used and proves
@@ -71,9 +68,9 @@ class ExactLaunch:
 
 @dataclass(frozen=True)
 class ExactnessReport:
-    """l1, l2: the largest number of bits that a sum needs (of those the instruction keeps: available_bits).
-    gate: smallest gate value that is not zero (17 and more have a sigmoid of 1). combine: the combine's
-    sums are exact in float32. ok: all of it holds. reason: what does not."""
+    """l1_bits, l2_bits: the largest number of bits that a sum needs, of available_bits that the instruction
+    keeps. smallest_gate: of the gate values that are not zero (17 and more have a sigmoid of 1).
+    combine_exact: the combine's sums are exact in float32. ok: all of it holds. reason: what does not."""
 
     l1_bits: int
     l2_bits: int
