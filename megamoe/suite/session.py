@@ -16,6 +16,7 @@ from megamoe.suite.failure import write_failure
 from megamoe.suite.operation import Case, Params
 from megamoe.suite.runner import (
     Result,
+    Skip,
     describe_error,
     expected_outputs,
     prepare_process,
@@ -96,6 +97,10 @@ def _run_one(case: Case, job: Job) -> list[Result]:
     implementations = select_implementations(case.operation, job.implementation, job.device)
     call = expected = None
     results = []
+    if not implementations:
+        missing = Skip("not provided", f"no implementation {job.implementation or ''}".strip())
+        name = job.implementation or "none"
+        return [Result(case.id, case.operation.name, case.recipe, name, job.device, "skipped", skip=missing)]
     for implementation in implementations:
         if expected is None and why_skipped(implementation, job.device, case) is None:
             try:

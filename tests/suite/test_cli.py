@@ -266,3 +266,22 @@ def test_env():
 def test_probe_refuses_unknown_names():
     with pytest.raises(ValueError, match="unknown capability 'gpu'"):
         probe("gpu")
+
+
+def test_an_operation_without_the_implementation_is_said_to_be_skipped():
+    done = _run(
+        "verify",
+        "--op",
+        "mega_moe_pre_dispatch",
+        "--tier",
+        "smoke",
+        "--impl",
+        "triton",
+        "--device",
+        "cpu",
+        "--json",
+        "-",
+    )
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["skipped"]) == (2, found["cases"])
+    assert {result["skip"]["reason"] for result in found["results"]} == {"not provided"}

@@ -63,6 +63,15 @@ def transform_weights_for_mega_moe(
     return _by_name(*_library().transform_weights_for_mega_moe(l1_weights, l2_weights, activation))
 
 
+def triton_transform_weights_for_mega_moe(
+    l1_weights: Any, l2_weights: Any, activation: str = "swiglu", mma_type: str = "fp8xfp4"
+) -> dict[str, Tensor]:
+    """Ours, its results by name."""
+    from megamoe.layouts import transform_weights_for_mega_moe as transform
+
+    return _by_name(*transform(l1_weights, l2_weights, activation, mma_type))
+
+
 def _by_name(l1: Any, l2: Any) -> dict[str, Tensor]:
     if isinstance(l1, Tensor):
         return {"l1_out": l1, "l2_out": l2}

@@ -67,6 +67,10 @@ def _packable(params: Params) -> str | None:
     return None
 
 
+def _triton(name: str, module: str = "megamoe.layouts") -> Implementation:
+    return Implementation("triton", f"{module}:{name}", needs=("triton",))
+
+
 def _scale_row(name: str, values: str, layout: str, **library: Any) -> Operation:
     defaults: Params = {"values": values, "batch": None, "mn": 130, "groups": 7, "form": "contiguous"}
     return Operation(
@@ -76,6 +80,7 @@ def _scale_row(name: str, values: str, layout: str, **library: Any) -> Operation
             Implementation(
                 "deep_gemm", f"megamoe.suite.drivers.layouts:{name}", needs=(f"deep_gemm.{name}",), **library
             ),
+            _triton(name),
         ),
         outputs={"out": Output(layout, "undefined")},
         defaults=defaults,
@@ -142,6 +147,7 @@ TRANSFORM_SF = Operation(
             needs=("deep_gemm.transform_sf_into_required_layout",),
             supports=_this_architecture,
         ),
+        _triton("transform_sf_into_required_layout"),
     ),
     outputs={"out": Output("mn_major_packed_ue8m0", "undefined")},
     defaults={
@@ -276,6 +282,7 @@ TRANSFORM_WEIGHTS = Operation(
             needs=("deep_gemm.transform_weights_for_mega_moe",),
             supports=_experts_only,
         ),
+        _triton("triton_transform_weights_for_mega_moe", "megamoe.suite.drivers.layouts"),
     ),
     outputs={
         "l1_w_out": Output("gate_up_interleaved_8", "undefined"),
@@ -342,6 +349,7 @@ TRANSFORM_WEIGHTS_SM90 = Operation(
             "deep_gemm:transform_weights_for_mega_moe_sm90",
             needs=("deep_gemm.transform_weights_for_mega_moe_sm90",),
         ),
+        _triton("transform_weights_for_mega_moe_sm90"),
     ),
     outputs={
         "l1_w_out": Output("gate_up_interleaved_8", "undefined"),
@@ -373,7 +381,7 @@ def _byte_inputs(params: Params, rng: np.random.Generator) -> dict[str, Tensor]:
 UE8M0_TO_FLOAT = Operation(
     name="ue8m0_uint8_to_float",
     reference="reference.weights:ue8m0_uint8_to_float",
-    implementations=(),
+    implementations=(_triton("ue8m0_uint8_to_float"),),
     outputs={"out": Output("row_major", "undefined")},
     defaults={"rows": 1, "groups": 256, "e8m0": False},
     sweeps=(
