@@ -19,6 +19,8 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 def require_tensor(name: str, value: object) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.layout != torch.strided or value.is_nested:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {value.layout}")
     return value
 
 
@@ -92,7 +94,10 @@ def require_multiple(name: str, hidden: torch.Tensor, multiple: int) -> int:
 def require_number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"{name}: expected a number that fits a float, got a larger one") from error
 
 
 def require_positive_int(name: str, value: object) -> int:

@@ -55,17 +55,17 @@ def load_tile(
     same words.
     """
     mask = live[:, :, None]
-    columns = even_columns(first_column, GROUPS)
+    groups = (tl.arange(0, GROUPS) + first_column // GROUP)[None, :, None]
     if MASK:
-        mask = mask & (columns < HIDDEN)
+        mask = mask & (groups < HIDDEN // GROUP)  # the same for a group's columns: accesses stay wide
     if PAIRS:
-        groups = tl.arange(0, GROUPS) + first_column // GROUP
-        words = groups[None, :, None] * (GROUP // 2) + tl.arange(0, 4)[None, None, :]
+        words = groups * (GROUP // 2) + tl.arange(0, 4)[None, None, :]
         pointers = base + row_offsets[:, :, None] + words
         first = tl.load(pointers, mask=mask, other=0)
         second = tl.load(pointers + 4, mask=mask, other=0)
         tile = (first, first, second, second)
     else:
+        columns = even_columns(first_column, GROUPS)
         pointers = base + row_offsets[:, :, None] + columns.to(tl.int64) * column_stride
         tile = (
             tl.load(pointers, mask=mask, other=0.0),

@@ -28,15 +28,19 @@ class Rule:
 
 GROUP_RULES = (Rule(None, Tile(1, 1024, 2)),)
 BLOCK_RULES = (
-    Rule(32, Tile(1, 512, 1)),
-    Rule(None, Tile(2, 1024, 4)),
+    Rule(16, Tile(1, 512, 1)),
+    Rule(1024, Tile(1, 1024, 2)),
+    Rule(None, Tile(1, 1024, 1)),
 )
-TOKEN_RULES = (Rule(None, Tile(1, 2048, 4)),)
+TOKEN_RULES = (
+    Rule(1024, Tile(1, 4096, 8)),
+    Rule(None, Tile(1, 1024, 2)),
+)
 NORM_TILE = Tile(1, 2048, 4)
 LANE_SLOTS = 1  # token slots of a lane in a routing tile: more of them cost the quantizers' registers
 COUNTING_SLOTS = 16384  # token slots of a call from which a program counts the load before it adds it
 COUNTING_PROGRAMS = 32  # as many programs share the counting, until a program has COUNTING_TILES tiles
-COUNTING_TILES = 32
+COUNTING_TILES = 8
 MAX_LOAD_BINS = 1024
 
 
