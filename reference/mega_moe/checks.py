@@ -10,6 +10,7 @@ from reference.mega_moe.epilogue import Activation
 from reference.mega_moe.families import MegaMoeFamily
 from reference.mega_moe.inputs import ExpertWeights, PostNorm, RankInputs, SharedExpert
 from reference.mega_moe.launch import LaunchConfig
+from reference.mega_moe.linear import WEIGHT_BLOCK
 
 __all__ = ["check_inputs", "check_launch", "check_options", "check_weights"]
 
@@ -53,7 +54,7 @@ def check_options(
 
 
 def check_weights(family: MegaMoeFamily, weights: Sequence[ExpertWeights], rank: int) -> None:
-    """One rank's weights against rank 0's shapes and the family's sizes."""
+    """One rank's weights, scales and factors against rank 0's shapes and the family's sizes."""
     local, rows, hidden = weights[0].l1.shape
     for name, size in (("hidden size", hidden), ("intermediate size", rows // 2)):
         multiple = f"a {name} that is a multiple of {family.k_multiple}"
@@ -61,6 +62,28 @@ def check_weights(family: MegaMoeFamily, weights: Sequence[ExpertWeights], rank:
     l1, l2 = tuple(weights[rank].l1.shape), tuple(weights[rank].l2.shape)
     expected = (local, rows, hidden), (local, hidden, rows // 2)
     require((l1, l2) == expected, f"weights of rank {rank}", f"l1 and l2 {expected}", (l1, l2))
+    own, where = weights[rank], f" of rank {rank}"
+    for name, scales, (_, n, k) in (("l1_sf", own.l1_sf, expected[0]), ("l2_sf", own.l2_sf, expected[1])):
+        shape = _scale_shape(family, local, n, k)
+        got = None if scales is None else tuple(scales.shape)
+        require(got == shape, name + where, f"{shape}", got)
+    for name, factors, shapes in (
+        ("l1_alphas", own.l1_alphas, ((local,), (local, 2))),
+        ("l2_alphas", own.l2_alphas, ((local,),)),
+        ("a2_scales", own.a2_scales, ((local,),)),
+    ):
+        if factors is not None:
+            fits = tuple(factors.shape) in shapes
+            require(fits, name + where, " or ".join(map(str, shapes)), tuple(factors.shape))
+
+
+def _scale_shape(family: MegaMoeFamily, experts: int, n: int, k: int) -> tuple[int, ...] | None:
+    """Of the scales of weights [experts, n, k]; None for a family that has none."""
+    if family.act_group is None:
+        return None
+    if family.scale_format is None:
+        return experts, n // WEIGHT_BLOCK, k // WEIGHT_BLOCK
+    return experts, n, k // family.act_group
 
 
 def check_inputs(

@@ -18,9 +18,9 @@ from reference.mega_moe.families import MegaMoeFamily
 from reference.mega_moe.launch import Accumulation
 from reference.tensor_core import matmul
 
-__all__ = ["block_scaled", "expert_gemm"]
+__all__ = ["WEIGHT_BLOCK", "block_scaled", "expert_gemm"]
 
-_WEIGHT_BLOCK = 128
+WEIGHT_BLOCK = 128  # rows and columns that share a weight scale on SM90
 
 
 def expert_gemm(
@@ -67,7 +67,7 @@ def block_scaled(
     128x128 blocks."""
     groups = acts_scale.shape[1]
     group = acts.shape[1] // groups
-    per_block = _WEIGHT_BLOCK // group
+    per_block = WEIGHT_BLOCK // group
     # Scale of K block j for every output: fl(activation scale * weight scale), constant over 128 columns of
     # N.
     by_block = weights_scale.repeat_interleave(per_block, 1).t()  # [groups, N / 128]
@@ -106,4 +106,4 @@ def _promote(blocks: Tensor, scales: Tensor) -> Tensor:
 
 def _spread(scales: Tensor) -> Tensor:
     """[M, N / 128] -> [M, N]."""
-    return scales.repeat_interleave(_WEIGHT_BLOCK, 1)
+    return scales.repeat_interleave(WEIGHT_BLOCK, 1)

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from reference.formats import decode
 from reference.mega_moe.families import MegaMoeFamily
+from reference.mega_moe.linear import WEIGHT_BLOCK
 
 __all__ = ["act_values", "weight_values"]
 
 _FORMATS = {"e4m3": "e4m3fn", "e2m1": "e2m1"}
-_BLOCK = 128
 
 
 def act_values(family: MegaMoeFamily, codes: Tensor, scales: Tensor | None) -> Tensor:
@@ -30,7 +30,7 @@ def weight_values(family: MegaMoeFamily, codes: Tensor, scales: Tensor | None) -
     assert scales is not None
     values = decode(codes, _FORMATS[family.weight_format]).double()
     factors = _scale_values(family, scales)
-    return _grouped(values, factors if family.scale_format else factors.repeat_interleave(_BLOCK, 0))
+    return _grouped(values, factors if family.scale_format else factors.repeat_interleave(WEIGHT_BLOCK, 0))
 
 
 def _scale_values(family: MegaMoeFamily, scales: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -298,6 +299,25 @@ def test_refusals_leave_everything_alone(argument: str, name: str, more: dict[st
         function(y, *kernel_layout(name, drawn.weights[0]), buffer, **arguments)
     assert torch.equal(buffer.buffer, before)
     assert bool((y == 7).all())
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "shape"),
+    [
+        ("sm90_fp8xfp8", "l1_sf", (EXPERTS, 1, 1)),
+        ("sm90_fp8xfp8", "l2_sf", None),
+        ("sm100_fp8xfp4", "l1_sf", (EXPERTS, 1, HIDDEN // 32)),
+        ("sm100_bf16", "l2_sf", (EXPERTS, HIDDEN, 1)),
+        ("sm100_fp4xfp4", "l1_alphas", (EXPERTS, 3)),
+        ("sm100_fp4xfp4", "a2_scales", (EXPERTS + 1,)),
+        ("sm100_nvfp4", "l2_alphas", (1,)),
+    ],
+)  # fmt: skip
+def test_scales_that_do_not_fit_are_refused(name: str, field: str, shape: tuple[int, ...] | None) -> None:
+    drawn = draw(name)
+    wrong = dataclasses.replace(drawn.weights[0], **{field: None if shape is None else torch.ones(shape)})
+    with pytest.raises(ValueError, match=f"^{field} of rank 0: expected"):
+        forward(name, drawn.inputs, [wrong], [launch_config(name, TOKENS)], Activation())
 
 
 @pytest.mark.parametrize(
