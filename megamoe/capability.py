@@ -1,8 +1,8 @@
 """What this machine can run. ``probe(name)`` never raises: it answers with a flag and a reason.
 
 Known names: ``torch``, ``triton``, ``cuda``, ``cuda2``, ``cuda4``, ``cuda8`` (as many devices), ``sm90``,
-``sm100``, ``deep_gemm`` and ``deep_gemm.<attribute>`` for one of its functions. Features are probed, versions
-never compared.
+``sm100``, ``matplotlib``, ``deep_gemm`` and ``deep_gemm.<attribute>`` for one of its functions. Features are
+probed, versions never compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Probe(NamedTuple):
     reason: str
 
 
-NAMES = ("torch", "triton", "cuda", "cuda2", "sm90", "sm100", "deep_gemm")
+NAMES = ("torch", "triton", "cuda", "cuda2", "sm90", "sm100", "deep_gemm", "matplotlib")
 DEEP_GEMM_FUNCTIONS = (
     "mega_moe_pre_dispatch",
     "mega_moe_pre_dispatch_sm90",
@@ -130,4 +130,5 @@ _PROBES = {
     "triton": _triton,
     "cuda": _cuda,
     "deep_gemm": _deep_gemm,
+    "matplotlib": lambda: _module("matplotlib"),
 }

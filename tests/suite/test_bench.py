@@ -120,8 +120,8 @@ def test_against_refuses_other_files(text: str, tmp_path: Path) -> None:
     assert str(path) in run(*SMALL, "--against", str(path), code=2)
 
 
+@pytest.mark.requires("matplotlib")
 def test_plot_is_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     target = tmp_path / "folder" / "plot.svg"
     run(*SMALL, "--set", "eplb=none,record", "--plot", str(target))
     assert b"<svg" in target.read_bytes()
