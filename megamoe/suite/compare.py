@@ -3,7 +3,6 @@ bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +39,7 @@ class OutputComparison:
 
 
 def compare_bitwise(name: str, expected: Observed, actual: Observed, padding: str) -> OutputComparison:
-    """The contract "bitwise": the same dtype, shape, stride, aliasing and bytes."""
+    """The same dtype, shape, stride, aliasing and bytes."""
     form = _compare_form(expected, actual)
     if form:
         size = expected.tensor.numel() * expected.tensor.element_size()
@@ -61,10 +60,6 @@ def compare_memory(name: str, expected: Tensor, actual: Tensor, with_padding: bo
             between = f"{all_differing - differing} bytes between the elements differ"
             problem, differing = "; ".join(filter(None, (problem, between))), all_differing
     return OutputComparison(name, problem, total, differing)
-
-
-Contract = Callable[[str, Observed, Observed, str], OutputComparison]
-CONTRACTS: dict[str, Contract] = {"bitwise": compare_bitwise}
 
 
 def count_differing_bytes(expected: Tensor, actual: Tensor) -> tuple[int, int]:

@@ -90,7 +90,7 @@ class Operation:
     compared. outputs: by name. recipes: names in reference.recipes, the values of the parameter "recipe".
     defaults: value of every parameter. sweeps: which cases exist in which tier. inputs: (params, generator)
     -> tensors by name, as recorded in bundles. call: (params, inputs) -> the call. contract: "bitwise", or
-    another comparison of megamoe.suite.compare and then ``because`` says why. golden: rewrites a recorded
+    another comparison of megamoe.suite.contracts and then ``because`` says why. golden: rewrites a recorded
     case into this row's params and inputs; None if the recorded names are the row's own. source: where the
     arithmetic comes from.
     """

@@ -9,7 +9,7 @@ import pkgutil
 from dataclasses import fields
 
 from megamoe.suite import rows
-from megamoe.suite.compare import CONTRACTS
+from megamoe.suite.contracts import CONTRACTS
 from megamoe.suite.operation import Case, Implementation, Operation, Tier
 from megamoe.suite.runner import is_module
 
