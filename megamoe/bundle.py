@@ -157,7 +157,7 @@ def read_bundle(path: str | Path) -> Bundle:
         manifest = json.loads(metadata.pop("manifest"))
     except KeyError:
         raise BundleError(f"{path}: metadata has no 'manifest'") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise BundleError(f"{path}: the manifest is not JSON ({error})") from error
     if not isinstance(manifest, list):
         raise BundleError(f"{path}: the manifest must be a list of cases, got {type(manifest).__name__}")
@@ -182,6 +182,7 @@ def write_bundle(
 ) -> Path:
     """Write ``cases`` as one bundle. Strided inputs and outputs keep their strides. Raises BundleError for
     what the format cannot hold."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
@@ -217,7 +218,10 @@ def write_bundle(
     }
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, str(path), metadata | {"manifest": json.dumps(manifest, sort_keys=True)})
+    try:
+        save_file(tensors, str(path), metadata | {"manifest": json.dumps(manifest, sort_keys=True)})
+    except SafetensorError as error:
+        raise OSError(f"{path}: cannot be written ({error})") from error
     return path
 
 
@@ -245,7 +249,16 @@ def _read_case(path: Path, entry: Any, tensors: dict[str, Tensor]) -> Case:
         label = f"{where}, input {key!r}"
         dtype, shape, stride = _check_description(label, described)
         tensor = _typed(label, tensors.get(f"{name}/in/{key}"), dtype, shape)
-        inputs[key] = tensor if stride is None else lay_out(tensor, stride)
+        if stride is not None:
+            try:
+                tensor = lay_out(tensor, stride)
+            # Elements that share memory, or more memory than there is.
+            except (RuntimeError, TypeError, OverflowError) as error:
+                reason = str(error).partition("\n")[0]
+                raise BundleError(
+                    f"{label}: cannot be laid out with 'stride' {list(stride)} ({reason})"
+                ) from error
+        inputs[key] = tensor
         dtypes[key] = described["dtype"]
     outputs: dict[str, RecordedOutput] = {}
     for key, described in entry["outputs"].items():
@@ -254,7 +267,7 @@ def _read_case(path: Path, entry: Any, tensors: dict[str, Tensor]) -> Case:
         padding, aliases = described.get("padding"), described.get("aliases")
         if padding is not None and padding not in PADDINGS:
             raise BundleError(f"{label}: 'padding' must be one of {PADDINGS}, got {padding!r}")
-        if aliases is not None and aliases not in inputs:
+        if aliases is not None and not (isinstance(aliases, str) and aliases in inputs):
             raise BundleError(f"{label}: aliases {aliases!r}, which is not an input of the case")
         stored = tensors.get(f"{name}/out/{key}")
         if stride is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
+import sys
 from typing import Any
 
 import click
@@ -35,6 +37,16 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """A file that cannot be read or written is the environment's fault: a message and exit code 2."""
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader has gone; click ends quietly
+                raise
+            click.echo(f"megamoe: {error}", err=True)
+            sys.exit(2)
+
 
 @click.group(
     cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -45,3 +57,6 @@ def main() -> None:
 
     Exit codes: 0 all good, 1 a difference, 2 usage or environment.
     """
+    for stream in (sys.stdout, sys.stderr):  # a terminal without the characters of a drawing still shows it
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")

@@ -30,6 +30,21 @@ def check_hidden_states(hidden: Tensor, multiple: int, dtypes: Sequence[torch.dt
     )
 
 
+def has_no_tokens(hidden: Tensor) -> bool:
+    """Whether M = 0, where there is nothing to do; refuses what has no rows to count."""
+    if not isinstance(hidden, Tensor):
+        raise TypeError(f"hidden_states: expected a tensor, got {type(hidden).__name__}")
+    require(hidden.dim() == 2, "hidden_states", "2 dimensions", list(hidden.shape))
+    return hidden.shape[0] == 0
+
+
+def check_number(name: str, value: object) -> None:
+    """TypeError unless an int or a float; ValueError for an int that no float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
+    require(isinstance(value, float) or abs(value) < 1 << 1023, name, "a float", "an int beyond its range")
+
+
 def check_routing(
     hidden: Tensor,
     topk_weights: Tensor,
@@ -132,6 +147,8 @@ def check_nvfp4_shared(
     hidden: Tensor, shared_x: Tensor | None, shared_x_sf: Tensor | None, shared_block_m: int | None
 ) -> None:
     """An e4m3fn shared_x with its pages, a bf16 one without, or nothing."""
+    if shared_x is not None and not isinstance(shared_x, Tensor):
+        raise TypeError(f"shared_x: expected a tensor, got {type(shared_x).__name__}")
     mxfp8 = shared_x is not None and shared_x.dtype == torch.float8_e4m3fn
     given = f"shared_x_sf {'None' if shared_x_sf is None else 'given'}, shared_block_m {shared_block_m}"
     require(
@@ -165,8 +182,7 @@ def check_l2_alpha(
         "w2_global_scale and l2_alpha both or neither",
         f"w2_global_scale {'None' if w2_global_scale is None else 'given'}",
     )
-    if isinstance(l2_activation_scale, bool) or not isinstance(l2_activation_scale, (int, float)):
-        raise TypeError(f"l2_activation_scale: expected a float, got {type(l2_activation_scale).__name__}")
+    check_number("l2_activation_scale", l2_activation_scale)
     if w2_global_scale is None or l2_alpha is None:
         return
     check_tensor("w2_global_scale", w2_global_scale, dtypes=(torch.float32,), dim=1, device=device)
@@ -176,7 +192,11 @@ def check_l2_alpha(
 
 def check_eplb_state(state: Any, device: torch.device) -> None:
     """None, inert (no map), or a state with every tensor that the mapping needs."""
-    if state is None or state.logical_to_physical_map is None:
+    if state is None:
+        return
+    if not hasattr(state, "logical_to_physical_map"):
+        raise TypeError(f"eplb_state: expected an EplbLayerState, got {type(state).__name__}")
+    if state.logical_to_physical_map is None:
         return
     for field in (
         "expert_load_view",

@@ -23,11 +23,13 @@ from reference._staging_checks import (
     check_fp8_buffers,
     check_hidden_states,
     check_l2_alpha,
+    check_number,
     check_nvfp4_buffers,
     check_nvfp4_shared,
     check_routing,
     check_shared_pages,
     check_unquantized,
+    has_no_tokens,
 )
 from reference.scale_pages import write_scale_pages
 from reference.stages import (
@@ -99,8 +101,7 @@ def prepare_megamoe_inputs(
     with other scales than UE8M0; block_m not positive; pages with other columns or too few rows; a wrong
     shape or device. TypeError: a wrong dtype. Source: NUMERICS 2.6, 2.7, 4, 6.
     """
-    num_tokens = hidden_states.shape[0]
-    if num_tokens == 0:
+    if has_no_tokens(hidden_states):
         return
     check_hidden_states(hidden_states, _TILE)
     require(
@@ -212,7 +213,7 @@ def prepare_megamoe_nvfp4_block_inputs(
     ValueError: H not a positive multiple of 64; shapes that do not fit. TypeError: a wrong dtype. Source:
     NUMERICS 3b.
     """
-    if hidden_states.shape[0] == 0:
+    if has_no_tokens(hidden_states):
         return
     check_hidden_states(hidden_states, 64)
     check_routing(hidden_states, topk_weights, topk_ids, topk_idx_out, topk_weights_out, is_padding)
@@ -233,6 +234,8 @@ def prepare_megamoe_nvfp4_with_norm(
     NUMERICS 3d.
     """
     check_hidden_states(hidden_states, 64, dtypes=(torch.bfloat16,))
+    check_number("norm_eps", norm_eps)
+    check_number("gain_center", gain_center)
     check_tensor(
         "norm_weight",
         norm_weight,
@@ -258,7 +261,7 @@ def prepare_megamoe_bf16_inputs(
 
     ValueError: shapes that do not fit. TypeError: a wrong dtype. Source: NUMERICS 8.9.
     """
-    if hidden_states.shape[0] == 0:
+    if has_no_tokens(hidden_states):
         return
     check_hidden_states(hidden_states, 1, dtypes=(torch.bfloat16,))
     check_routing(hidden_states, topk_weights, topk_ids, topk_idx_out, topk_weights_out, is_padding)

@@ -57,7 +57,7 @@ def record(
     if not operations:
         output.stop(f"no operation matches --op {pattern!r}")
     output.check_required(required)
-    names = impl.split(",")
+    names = list(dict.fromkeys(impl.split(",")))
     for name in names:
         output.check_implementation(name, operations)
     if device == "cuda" and not probe("cuda").ok:

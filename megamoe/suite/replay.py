@@ -25,6 +25,8 @@ def restore(case: bundle.Case) -> tuple[Operation, Params, dict[str, Tensor]]:
     operation = table().get(case.op)
     if operation is None:
         raise CannotReplay(f"{case.case}: the table has no operation {case.op!r}")
+    if not case.outputs:
+        raise CannotReplay(f"{case.case}: the recording has no outputs to compare with")
     if set(operation.defaults) <= set(case.params):
         return operation, case.params, dict(case.inputs)
     try:
