@@ -112,13 +112,12 @@ def _background(subject: Subject, positions: Tensor) -> tuple[Tensor, Tensor]:
     expected side where it was not written either."""
     if subject.before is not None:
         return subject.before[positions], torch.ones_like(positions, dtype=torch.bool)
-    units = subject.expected[positions]
-    padding = subject.is_padding
+    if subject.fill is not None:
+        known = torch.ones_like(positions, dtype=torch.bool)
+        return torch.full(positions.shape, subject.fill, dtype=subject.expected.dtype), known
+    units, padding = subject.expected[positions], subject.is_padding
     if padding is None or not subject.padding_known:
         return units, torch.zeros_like(positions, dtype=torch.bool)
-    in_padding = subject.expected[padding]
-    if in_padding.numel() and bool((in_padding == in_padding[0]).all()):
-        return torch.full_like(units, int(in_padding[0])), torch.ones_like(positions, dtype=torch.bool)
     return units, padding[positions]
 
 

@@ -47,29 +47,40 @@ def dim_map(dim: StorageDim, table: Tensor) -> Callable[[Tensor], Tensor]:
     return source
 
 
-def dim_whole(dim: StorageDim, table: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """dim_map on a whole memory, where every entry is stored somewhere."""
-    if table.numel() != dim.room or bool((table < 0).any()):
+def dim_whole(dim: StorageDim, table: Tensor, fill: int | None = None) -> Callable[[Tensor], Tensor] | None:
+    """dim_map on a whole memory; fill: what entries hold that are not written."""
+    gone = table < 0
+    any_gone = bool(gone.any())
+    if table.numel() != dim.room or (any_gone and fill is None):
         return None
 
     def whole(units: Tensor) -> Tensor:
         block = dim.room * dim.stride
         if units.numel() % block:
             return whole(torch.nn.functional.pad(units, (0, -units.numel() % block)))[: units.numel()]
-        return units.view(-1, dim.room, dim.stride).index_select(1, table).reshape(-1)
+        moved = units.view(-1, dim.room, dim.stride).index_select(1, table.clamp_min(0))
+        return (moved.masked_fill_(gone[None, :, None], fill) if any_gone else moved).reshape(-1)  # type: ignore[arg-type]
 
     return whole
 
 
-def table_step(cause: str, detail: str, dim: StorageDim, table: Tensor, cost: int = 1, min_hits: int = 1) -> Step:
-    return Step(cause, detail, cost, dim_map(dim, table), min_hits=min_hits, whole=dim_whole(dim, table))
+def table_step(
+    cause: str,
+    detail: str,
+    dim: StorageDim,
+    table: Tensor,
+    cost: int = 1,
+    min_hits: int = 1,
+    fill: int | None = None,
+) -> Step:
+    return Step(cause, detail, cost, dim_map(dim, table), min_hits=min_hits, whole=dim_whole(dim, table, fill))
 
 
 def _table_step(
     subject: Subject, cause: str, detail: str, dim: StorageDim, table: Tensor, cost: int = 1
 ) -> Iterator[Step]:
     if not bool((table == torch.arange(table.numel())).all()):
-        yield table_step(cause, detail, dim, table, cost)
+        yield table_step(cause, detail, dim, table, cost, fill=None if subject.before is not None else subject.fill)
 
 
 def _is_plain(subject: Subject) -> bool:
@@ -213,8 +224,15 @@ def _swizzle_steps(subject: Subject) -> Iterator[Step]:
             widths = [sizes[1] * 4]
     for width in widths:
         if width % 4 == 0 and total % (128 * width) == 0:
-            yield Step("swizzle_128x4_missing", "", 1, _swizzled(width, width))
-            yield Step("swizzle_128x4_twice", "", 1, _unswizzled(width))
+            # Tile, strip, 32 rows, 4 quarters, byte in memory; tile, quarter, row, strip, byte in order of rows.
+            there = _reordered((-1, width // 4, 32, 4, 4), (0, 3, 2, 1, 4))
+            back = _reordered((-1, 4, 32, width // 4, 4), (0, 3, 2, 1, 4))
+            yield Step("swizzle_128x4_missing", "", 1, _swizzled(width, width), whole=there)
+            yield Step("swizzle_128x4_twice", "", 1, _unswizzled(width), whole=back)
+
+
+def _reordered(shape: tuple[int, ...], order: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    return lambda units: units.view(shape).permute(order).reshape(-1)
 
 
 def _swizzled(width: int, pitch: int) -> Callable[[Tensor], Tensor]:
@@ -242,7 +260,9 @@ def _exchanges(subject: Subject) -> Iterator[Step]:
     dims = [d for d in subject.dims if d.name != "in_word" and d.size > 1]
     wanted = "mn_major_missing" if subject.layout.name in _MN_MAJOR else "transposed"
     for slow, fast in zip(dims, dims[1:], strict=False):
-        yield Step(wanted, "", 1, _exchanged(slow, fast))
+        is_tight = slow.stride == fast.size * fast.stride and subject.expected.numel() % (slow.size * slow.stride) == 0
+        shortcut = _reordered((-1, slow.size, fast.size, fast.stride), (0, 2, 1, 3)) if is_tight and slow.size == slow.room else None
+        yield Step(wanted, "", 1, _exchanged(slow, fast), whole=shortcut)
         if wanted == "transposed" and slow.size != fast.size:
             back = StorageDim(slow.name, fast.size, slow.size * fast.stride, fast.size)
             yield Step(
@@ -377,8 +397,13 @@ def _shifts(subject: Subject) -> Iterator[Step]:
 
 
 def shift_step(dim: StorageDim, shift: int, is_column: bool = False) -> Step:
-    row = torch.arange(dim.size) - shift
-    table = torch.where((row >= 0) & (row < dim.size), row, -1)
+    """Entries of a dimension stored ``shift`` entries later; what would come from outside is not written."""
+
+    def source(positions: Tensor) -> Tensor:
+        row = positions // dim.stride % dim.room - shift
+        moved = torch.where((row >= 0) & (row < dim.size), positions - shift * dim.stride, -1)
+        return torch.where(row + shift < dim.size, moved, positions)
+
     by_tile = is_column or abs(shift) in TILE_SIZES
     cause = "off_by_one_tile" if by_tile else "row_shift"
-    return table_step(cause, f"{dim.name or 'row'} {shift:+d}", dim, table, 2)
+    return Step(cause, f"{dim.name or 'row'} {shift:+d}", 2, source)

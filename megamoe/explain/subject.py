@@ -34,6 +34,7 @@ class LayoutLike(Protocol):
 
     @property
     def axes(self) -> Any: ...
+    def padding_mask(self) -> Tensor: ...
     def locate_elements(self, positions: Tensor) -> dict[str, Tensor]: ...
 
 
@@ -156,12 +157,21 @@ class Subject:
             live *= axis.size
         if live == self.expected.numel():
             return None
-        mask = torch.empty(self.expected.numel(), dtype=torch.bool)
-        first = self.layout.axes[0].name
-        for start in range(0, mask.numel(), 1 << 22):
-            chunk = torch.arange(start, min(start + (1 << 22), mask.numel()))
-            mask[start : start + (1 << 22)] = self.layout.locate_elements(chunk)[first] < 0
-        return mask
+        mask = self.layout.padding_mask()
+        if self.unit_bits < 8:
+            mask = mask.repeat_interleave(8 // self.unit_bits)
+        elif self.unit_bits > 8:
+            mask = mask[:: self.unit_bits // 8]
+        return mask[: self.expected.numel()]
+
+    @cached_property
+    def fill(self) -> int | None:
+        """The unit that all padding of the expected side holds, if it is one and says what buffers held."""
+        padding = self.is_padding
+        if padding is None or not self.padding_known:
+            return None
+        units = self.expected[padding]
+        return int(units[0]) if units.numel() and bool((units == units[0]).all()) else None
 
 
 def count_true(mask: Tensor) -> int:
