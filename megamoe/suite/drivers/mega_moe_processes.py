@@ -30,7 +30,7 @@ def process_fp8_mega_moe(launch: WholeLaunch) -> dict[str, Tensor]:
     with tempfile.TemporaryDirectory(prefix="megamoe-processes-") as folder:
         on_cpu = replace(launch, tensors=tuple(each.cpu() for each in launch.tensors))
         torch.save(on_cpu, f"{folder}/launch.pt")
-        spawn(_rank_process, (ranks, port, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
+        spawn(_rank_process, (ranks, port, folder), nprocs=ranks)
         left = [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(ranks)]
     return {name: stage.to(launch.tensors[0].device) for name, stage in join_ranks(left).items()}
 

@@ -86,7 +86,7 @@ def launch_ranks(launches: Sequence[RankedLaunch], compile_ahead: Path | None = 
             port = free.getsockname()[1]
         arguments = (ranks, port, folder, compile_ahead)
         try:
-            spawn(_rank_process, arguments, nprocs=ranks)  # type: ignore[no-untyped-call]
+            spawn(_rank_process, arguments, nprocs=ranks)
         except Exception as error:
             raise RanksFailedError(str(error), _read_results(folder, ranks, len(launches))) from error
         return _read_results(folder, ranks, len(launches))

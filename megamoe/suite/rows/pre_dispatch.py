@@ -93,7 +93,7 @@ def _sm100_call(params: Params, inputs: dict[str, Tensor]) -> Call:
     return Call({**inputs, **values}, buffers, bind=_bind)
 
 
-MEGA_MOE_PRE_DISPATCH = Operation(
+MEGA_MOE_PRE_DISPATCH: Operation = Operation(
     name="mega_moe_pre_dispatch",
     reference="reference.pre_dispatch:mega_moe_pre_dispatch",
     implementations=(
@@ -131,7 +131,7 @@ def _sm90_call(params: Params, inputs: dict[str, Tensor]) -> Call:
     return Call({**inputs, "num_tokens": params["tokens"], **values}, buffers, bind=_bind)
 
 
-MEGA_MOE_PRE_DISPATCH_SM90 = Operation(
+MEGA_MOE_PRE_DISPATCH_SM90: Operation = Operation(
     name="mega_moe_pre_dispatch_sm90",
     reference="reference.pre_dispatch:mega_moe_pre_dispatch_sm90",
     implementations=(
