@@ -154,7 +154,7 @@ def swiglu(
     clamp: bound c, g <= c and -c <= u <= c; None (or Inf) leaves both alone. step: ``swiglustep``, the bound
     applies to ``g * sigmoid(alpha * g)`` instead of g, unrounded. swigluoai is alpha = 1.702, beta = 1 with a
     clamp. TypeError unless gate and up are float32, ValueError unless their shapes agree and clamp is
-    positive.
+    not negative.
     """
     row = _recipe(recipe)
     gate, up = _gate_and_up(gate, up)
@@ -162,8 +162,8 @@ def swiglu(
         gate, up = round_to_bf16(gate), round_to_bf16(up)
     post_clamp = None
     if clamp is not None and clamp != float("inf"):
-        if not clamp > 0:
-            raise ValueError(f"clamp: expected a positive bound or None, got {clamp}")
+        if not clamp >= 0:
+            raise ValueError(f"clamp: expected a bound that is not negative, or None, got {clamp}")
         exact = torch.tensor(clamp, dtype=torch.float32, device=gate.device)
         bound = round_to_bf16(exact) if row.input_rounding == "bf16" else exact
         if step:

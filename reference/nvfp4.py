@@ -24,6 +24,7 @@ Source: NUMERICS 3a to 3d.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -178,10 +179,10 @@ def rms_norm_bf16(
 ) -> RmsNorm:
     """bf16((h * rstd) * (weight + gain_center)) for hidden [T, H], each product rounded to float32.
 
-    Exact given rstd. The kernels sum the squares in an order that the compiler chose and use an approximate
-    reciprocal square root; here the squares are added by halves (column i and column i + n/2 of the first n,
-    the largest power of two not above H; columns past n are added first, to columns 0, 1, ...), and the root
-    is correctly rounded. rstd: float32 [T], used instead of the computed one. Source: NUMERICS 3d.
+    Exact given rstd. A production kernel sums the squares in an order that its compiler chose and takes an
+    approximate reciprocal square root; recorded outputs settle neither. Here the order is stated, that of
+    eight warps with eight columns a thread (see _sum_by_lanes), and rstd is an IEEE quotient by an IEEE
+    square root. rstd: float32 [T], used instead of the computed one. Source: NUMERICS 3d.
     """
     num_tokens, num_columns = hidden.shape
     sum_squares = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
@@ -190,19 +191,29 @@ def rms_norm_bf16(
     deviations = torch.empty_like(sum_squares) if rstd is None else rstd
     for rows in row_chunks(num_tokens, num_columns):
         values = hidden[rows].float()
-        sum_squares[rows] = _sum_by_halves(values * values)
+        sum_squares[rows] = _sum_by_lanes(values * values)
         if rstd is None:
             variance = sum_squares[rows] * constant(values, 1.0 / num_columns) + constant(values, norm_eps)
-            deviations[rows] = (1.0 / variance.double().sqrt()).float()
+            # through float64, where a second rounding of a root or a quotient of float32 changes nothing
+            root = variance.double().sqrt().float()
+            deviations[rows] = (1.0 / root.double()).float()
         normalized[rows] = to_bf16((values * deviations[rows].unsqueeze(-1)) * gamma)
     return RmsNorm(sum_squares, deviations, gamma, normalized)
 
 
-def _sum_by_halves(terms: Tensor) -> Tensor:
-    size = terms.shape[-1]
-    while size > 1:
-        half = 1 << ((size - 1).bit_length() - 1)  # the largest power of two below size
-        folded = terms[..., :half].clone()
-        folded[..., : size - half] += terms[..., half:size]
-        terms, size = folded, half
-    return terms[..., 0]
+def _sum_by_lanes(terms: Tensor) -> Tensor:
+    """float32 [T] sums of [T, H], each addition rounded: of every 2048 columns, lane t of 256 takes 8 t to
+    8 t + 7 and adds them one by one to what it has; then lanes 16, 8, 4, 2, 1 apart in each warp of 32 are
+    added, then warps 4, 2, 1 apart."""
+    num_tokens, num_columns = terms.shape
+    padded = torch.nn.functional.pad(terms, (0, -num_columns % 2048)).view(num_tokens, -1, 256, 8)
+    total = torch.zeros_like(padded[:, 0, :, 0])
+    for tile, column in itertools.product(range(padded.shape[1]), range(8)):
+        total = total + padded[:, tile, :, column]
+    total = total.view(num_tokens, 8, 32)
+    for distance in (16, 8, 4, 2, 1):
+        total = total[..., :distance] + total[..., distance:]
+    warps = total[..., 0]
+    for distance in (4, 2, 1):
+        warps = warps[..., :distance] + warps[..., distance:]
+    return warps[..., 0]

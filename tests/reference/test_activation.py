@@ -272,6 +272,7 @@ def scalar_swiglu(g, u, recipe: str, clamp, alpha: float, beta: float, fast: boo
 @pytest.mark.parametrize(
     ("clamp", "alpha", "beta", "step"),
     [
+        (0.0, 1.0, 0.0, False),
         (None, 1.0, 0.0, False),
         (7.3, 1.0, 0.0, False),
         (7.0, 1.702, 1.0, False),

@@ -304,15 +304,18 @@ def test_norm_deviation_is_within_the_order_of_the_sum(columns: int, generator: 
     norm = rms_norm_bf16(hidden, torch.ones(columns), 1e-5, 0.0)
     exact = 1 / np.sqrt((hidden.double().numpy() ** 2).mean(axis=1) + 1e-5)
     np.testing.assert_allclose(norm.rstd.numpy(), exact, rtol=3e-7)
-    folded = (hidden.float() ** 2).numpy()
-    size = 1 << ((columns - 1).bit_length() - 1) if columns & (columns - 1) else columns
-    if size != columns:
-        folded[:, : columns - size] += folded[:, size:]
-        folded = folded[:, :size]
-    while folded.shape[1] > 1:
-        half = folded.shape[1] // 2
-        folded = folded[:, :half] + folded[:, half:]
-    np.testing.assert_array_equal(norm.sum_squares.numpy(), folded[:, 0])
+    squares = hidden.float().numpy() ** 2
+    lanes = np.zeros((256, len(squares)), F32)
+    for column in range(columns):  # ascending, so that each lane adds its own columns in order
+        lanes[column % 2048 // 8] += squares[:, column]
+    sums = list(lanes)
+    for start, distance in [(range(0, 256, 32), d) for d in (16, 8, 4, 2, 1)]:
+        for lane in (first + i for first in start for i in range(distance)):
+            sums[lane] = sums[lane] + sums[lane + distance]
+    for distance in (4, 2, 1):
+        for warp in range(distance):
+            sums[32 * warp] = sums[32 * warp] + sums[32 * (warp + distance)]
+    np.testing.assert_array_equal(norm.sum_squares.numpy(), sums[0])
 
 
 @pytest.mark.parametrize(
