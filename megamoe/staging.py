@@ -635,18 +635,22 @@ def prepare_megamoe_nvfp4_with_norm(
         return
     from megamoe.kernels.nvfp4_norm import stage_nvfp4_norm_kernel
 
+    tile = tuning.norm_tile(num_tokens, size, is_interpreted(device))
+    tiles, pairs = _as_pairs(hidden)
+    weights, weight_pairs = _as_pairs(norm_weight[None])
     words, x_stride, x_words = _as_words(x)
     scales = _as_bytes(x_sf)
-    tile = tuning.NORM_TILE
     launch(
         stage_nvfp4_norm_kernel,
-        num_tokens,
+        -(-num_tokens // tile.block_m),
         device,
         (
             hidden,
             *hidden.stride(),
-            norm_weight,
-            norm_weight.stride(0),
+            tiles,
+            *tiles.stride(),
+            weights,
+            weights.stride(1),
             norm_eps,
             gain_center,
             1.0 / size,
@@ -654,7 +658,17 @@ def prepare_megamoe_nvfp4_with_norm(
             x_stride,
             scales,
             *scales.stride(),
+            num_tokens,
         ),
-        {"HIDDEN": size, "BLOCK_H": tile.block_h, "X_WORDS": x_words},
+        {
+            "HIDDEN": size,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_H": tile.block_h,
+            "PAIRS": pairs,
+            "DTYPE": str(hidden.dtype).removeprefix("torch."),
+            "WEIGHT_PAIRS": weight_pairs,
+            "WEIGHT_DTYPE": str(norm_weight.dtype).removeprefix("torch."),
+            "X_WORDS": x_words,
+        },
         num_warps=tile.num_warps,
     )

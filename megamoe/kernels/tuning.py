@@ -86,6 +86,14 @@ def row_tile(num_tokens: int, hidden: int, interpreted: bool) -> Tile:
     return Tile(tile.block_m, min(tile.block_h, power_of_two(hidden)), tile.num_warps)
 
 
+def norm_tile(num_tokens: int, hidden: int, interpreted: bool) -> Tile:
+    """For the norm-fused kernel: rows of a program, and the columns of a step of its second pass."""
+    if interpreted:
+        columns = max(power_of_two(hidden), 2048)
+        return Tile(_interpreted_rows(num_tokens, columns), power_of_two(hidden), 4)
+    return Tile(NORM_TILE.block_m, min(NORM_TILE.block_h, power_of_two(hidden)), NORM_TILE.num_warps)
+
+
 @dataclass(frozen=True)
 class RoutingTile:
     """Tokens of a tile, tiles of a routing program, and the bins in which it counts the load (0: none)."""
