@@ -28,8 +28,7 @@ CANDIDATES = {
 
 EPLB_VARIANTS = (
     ("LANE_SLOTS", 4),
-    ("COUNTING_PROGRAMS", 64),
-    ("COUNTING_TILES", 64),
+    ("COUNTING_TILES", 4),
     ("COUNTING_SLOTS", 4096),
     ("MAX_LOAD_BINS", 0),
 )
