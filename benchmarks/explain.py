@@ -2,7 +2,8 @@
 
     python benchmarks/explain.py [--megabytes 64] [--threads 2]
 
-Prints one line a pair: what was planted, what was found, seconds for equal and for differing tensors, and peak memory.
+Prints one line a pair: what was planted, what was found, seconds for equal and for differing tensors, and
+peak memory.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def wrong_arithmetic(megabytes: int) -> tuple[str, Callable[[bool], Report]]:
 
     def run(equal: bool) -> Report:
         actual = {name: tensor.clone() for name, tensor in expected.items()} if equal else wrong
-        return explain(actual, expected, op="prepare_megamoe_inputs", params={"recipe": "fp8_ue8m0_g32"}, inputs=inputs)
+        return explain(
+            actual, expected, op="prepare_megamoe_inputs", params={"recipe": "fp8_ue8m0_g32"}, inputs=inputs
+        )
 
     return "scale_rounding_floor", run
 
@@ -62,7 +65,9 @@ def exchanged_nibbles(megabytes: int) -> tuple[str, Callable[[bool], Report]]:
     tokens = rows_of(megabytes, 3584)
     expected = stage_nvfp4(torch.randn(256, 7168).bfloat16()).x.repeat(tokens // 256, 1)[:tokens].contiguous()
     wrong = (expected << 4) | (expected >> 4)
-    return "nibble_order", lambda equal: explain(expected.clone() if equal else wrong, expected, dtype="e2m1x2")
+    return "nibble_order", lambda equal: explain(
+        expected.clone() if equal else wrong, expected, dtype="e2m1x2"
+    )
 
 
 def swizzle_left_out(megabytes: int) -> tuple[str, Callable[[bool], Report]]:
@@ -71,7 +76,9 @@ def swizzle_left_out(megabytes: int) -> tuple[str, Callable[[bool], Report]]:
     logical = torch.randint(100, 140, (rows, 448), dtype=torch.uint8)
     expected = layout.pack(logical)
     wrong = logical.reshape(expected.shape)
-    return "swizzle_128x4_missing", lambda equal: explain(expected.clone() if equal else wrong, expected, layout=layout)
+    return "swizzle_128x4_missing", lambda equal: explain(
+        expected.clone() if equal else wrong, expected, layout=layout
+    )
 
 
 def wrong_pages(megabytes: int) -> tuple[str, Callable[[bool], Report]]:
@@ -79,9 +86,13 @@ def wrong_pages(megabytes: int) -> tuple[str, Callable[[bool], Report]]:
     pages = get_layout("shared_scale_pages", tokens=tokens, groups=224, block_m=64)
     logical = torch.randint(100, 140, (tokens, 224), dtype=torch.uint8)
     expected = pages.pack(logical)
-    other = get_layout("shared_scale_pages", tokens=tokens, groups=224, block_m=192, rows=pages.storage_shape[0])
+    other = get_layout(
+        "shared_scale_pages", tokens=tokens, groups=224, block_m=192, rows=pages.storage_shape[0]
+    )
     wrong = other.pack(logical)
-    return "wrong_block_m", lambda equal: explain(expected.clone() if equal else wrong, expected, layout=pages)
+    return "wrong_block_m", lambda equal: explain(
+        expected.clone() if equal else wrong, expected, layout=pages
+    )
 
 
 def noise(megabytes: int) -> tuple[str, Callable[[bool], Report]]:
@@ -94,7 +105,9 @@ def noise(megabytes: int) -> tuple[str, Callable[[bool], Report]]:
 
     def run(equal: bool) -> Report:
         actual = {name: tensor.clone() for name, tensor in expected.items()} if equal else wrong
-        return explain(actual, expected, op="prepare_megamoe_inputs", params={"recipe": "fp8_ue8m0_g32"}, inputs=inputs)
+        return explain(
+            actual, expected, op="prepare_megamoe_inputs", params={"recipe": "fp8_ue8m0_g32"}, inputs=inputs
+        )
 
     return "unknown", run
 
@@ -111,7 +124,10 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     print(f"{arguments.megabytes} MB, {arguments.threads} threads")
-    print(f"{'pair':<22}{'planted':<24}{'found':<24}{'confidence':<12}{'equal s':>8}{'explain s':>11}{'CPU s':>8}{'peak GB':>9}")
+    print(
+        f"{'pair':<22}{'planted':<24}{'found':<24}{'confidence':<12}"
+        f"{'equal s':>8}{'explain s':>11}{'CPU s':>8}{'peak GB':>9}"
+    )
     for make in PAIRS:
         if arguments.only not in make.__name__:
             continue
@@ -123,7 +139,11 @@ def main() -> None:
         ended, cpu = time.perf_counter(), time.process_time() - cpu
         first = report.findings[0]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
-        print(f"{make.__name__:<22}{planted:<24}{first.cause:<24}{first.confidence:<12}{middle - started:>8.2f}{ended - middle:>11.2f}{cpu:>8.2f}{peak:>9.1f}", flush=True)
+        print(
+            f"{make.__name__:<22}{planted:<24}{first.cause:<24}{first.confidence:<12}"
+            f"{middle - started:>8.2f}{ended - middle:>11.2f}{cpu:>8.2f}{peak:>9.1f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

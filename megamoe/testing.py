@@ -3,8 +3,8 @@
     from megamoe.testing import assert_bitwise
     assert_bitwise(x_sf, expected, layout="packed_scale_rows", params={"tokens": 64, "groups": 224})
 
-With ``artifacts=DIR``, the environment variable MEGAMOE_ARTIFACTS, or the pytest plugin megamoe.testing_plugin, a failure also
-leaves two bundles and a page there.
+With ``artifacts=DIR``, the environment variable MEGAMOE_ARTIFACTS, or the pytest plugin
+megamoe.testing_plugin, a failure also leaves two bundles and a page there.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def assert_bitwise(
 
     Both sides may be on any device; nothing but the comparison is computed when they agree.
 
-    actual, expected: two tensors, or the outputs of a call by name.
-    layout: a layout of reference.layouts or its name, with its sizes in ``params``; for several outputs, by name.
-    op, output, inputs, params: operation, output and what it was called with; then the arithmetic is replayed.
-    before: what the buffers held before the call. dtype: of byte tensors that stand for something else ("e2m1x2",
-    "float8_e4m3fn"). padding: "undefined" if bytes between elements mean nothing. code: format of scale bytes.
-    message: a title. artifacts: a folder for the page and the bundles of a failure.
+    actual, expected: two tensors, or the outputs of a call by name. layout: a layout of reference.layouts or
+    its name, with its sizes in ``params``; for several outputs, by name. op, output, inputs, params:
+    operation, output and what it was called with; then the arithmetic is replayed. before: what the buffers
+    held before the call. dtype: of byte tensors that stand for something else ("e2m1x2", "float8_e4m3fn").
+    padding: "undefined" if bytes between elements mean nothing. code: format of scale bytes. message: a
+    title. artifacts: a folder for the page and the bundles of a failure.
 
-    TypeError for what is not a tensor; ValueError for outputs that only one side has, and for an unknown layout or one that
-    does not fit the tensor. The message has at most 25 lines, and one that names the page.
+    TypeError for what is not a tensor; ValueError for outputs that only one side has, and for an unknown
+    layout or one that does not fit the tensor. The message has at most 25 lines, and one that names the page.
     """
     from megamoe.explain.api import explain
 
@@ -100,11 +100,17 @@ def leave_behind(
 
     folder.mkdir(parents=True, exist_ok=True)
     stem = re.sub(r"[^\w.=-]+", "_", name).strip("_")[:150]
-    kept = {key: value for key, value in (params or {}).items() if isinstance(value, (bool, int, float, str, list, type(None)))}
+    kept = {
+        key: value
+        for key, value in (params or {}).items()
+        if isinstance(value, (bool, int, float, str, list, type(None)))
+    }
     for side, value in (("expected", expected), ("actual", actual)):
         tensors = value if isinstance(value, Mapping) else {output or "output": value}
         recorded = {
-            key: RecordedOutput(tensor.detach().cpu(), dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride())
+            key: RecordedOutput(
+                tensor.detach().cpu(), dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride()
+            )
             for key, tensor in tensors.items()
         }
         given = {key: tensor.detach().cpu() for key, tensor in (inputs or {}).items()}

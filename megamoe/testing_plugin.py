@@ -17,7 +17,9 @@ from megamoe.testing import BitwiseError
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("megamoe")
-    group.addoption("--megamoe-artifacts", metavar="DIR", help="where failures of assert_bitwise leave pages and bundles")
+    group.addoption(
+        "--megamoe-artifacts", metavar="DIR", help="where failures of assert_bitwise leave pages and bundles"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,6 +35,8 @@ def pytest_runtest_makereport(
     report = yield
     error = call.excinfo.value if call.excinfo is not None else None
     if isinstance(error, BitwiseError) and error.page is not None:
-        bundles = " ".join(str(error.page.with_suffix(f".{side}.safetensors")) for side in ("expected", "actual"))
+        bundles = " ".join(
+            str(error.page.with_suffix(f".{side}.safetensors")) for side in ("expected", "actual")
+        )
         report.sections.append(("megamoe", f"page: {error.page}\nmegamoe explain {bundles}"))
     return report

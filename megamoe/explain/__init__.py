@@ -4,7 +4,8 @@
     >>> print(report)          # at most 25 lines
     >>> report.to_json()       # {"equal": ..., "findings": [...]}
 
-``explain`` takes tensors; ``megamoe explain`` takes files; ``megamoe.testing.assert_bitwise`` raises with the message.
+``explain`` takes tensors; ``megamoe explain`` takes files; ``megamoe.testing.assert_bitwise`` raises with the
+message.
 """
 
 from __future__ import annotations

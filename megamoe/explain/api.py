@@ -31,13 +31,14 @@ def explain(
 ) -> Report:
     """Compares two tensors, or all outputs of a call by name, and explains the differences.
 
-    layout: of reference.layouts, or its name (sizes from ``params``), or name -> layout for several outputs. op, output:
-    the operation and the output's name in the table; with ``inputs`` (and ``params``) the arithmetic is replayed.
-    before: what the buffers held before the call. dtype: the real dtype of byte tensors ("e2m1x2", "float8_e4m3fn").
-    padding: "undefined" if bytes between elements mean nothing. code: format of scale bytes ("ue8m0", "ue4m3").
+    layout: of reference.layouts, or its name (sizes from ``params``), or name -> layout for several outputs.
+    op, output: the operation and the output's name in the table; with ``inputs`` (and ``params``) the
+    arithmetic is replayed. before: what the buffers held before the call. dtype: the real dtype of byte
+    tensors ("e2m1x2", "float8_e4m3fn"). padding: "undefined" if bytes between elements mean nothing. code:
+    format of scale bytes ("ue8m0", "ue4m3").
 
-    TypeError for anything that is not a tensor; ValueError for outputs that only one side has, for an unknown layout, and
-    for sizes that a layout does not have.
+    TypeError for anything that is not a tensor; ValueError for outputs that only one side has, for an unknown
+    layout, and for sizes that a layout does not have.
     """
     many = isinstance(expected, Mapping)
     if many != isinstance(actual, Mapping):
@@ -85,7 +86,7 @@ def _named_dtype(tensor: Tensor, op: str | None, output: str) -> str:
 
 
 def _layout(layout: Any, params: Mapping[str, Any] | None, tensor: Tensor) -> Any:
-    """A layout given by name takes its sizes from params. ValueError if the tensor is not stored like that."""
+    """A layout given by name takes its sizes from params. ValueError if the tensor is not stored so."""
     if layout is None:
         return None
     if isinstance(layout, str):

@@ -53,13 +53,23 @@ def _params(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> d
     help="Write a page that needs no network.",
 )
 def explain(
-    expected: Path, actual: Path, op: str | None, output: str | None, layout_name: str | None, params: dict[str, Any], case: str,
-    padding: str | None, code: str | None, as_json: bool, html_path: Path | None,
-) -> None:  # fmt: skip
+    expected: Path,
+    actual: Path,
+    op: str | None,
+    output: str | None,
+    layout_name: str | None,
+    params: dict[str, Any],
+    case: str,
+    padding: str | None,
+    code: str | None,
+    as_json: bool,
+    html_path: Path | None,
+) -> None:
     """Where two packed tensors differ, and which single change explains it.
 
-    EXPECTED and ACTUAL are bundles (then the arithmetic is replayed from the recorded inputs), or .safetensors, .pt or .npy
-    files. Exit code: 0 if every byte agrees, 1 if any differs, 2 if they cannot be compared.
+    EXPECTED and ACTUAL are bundles (then the arithmetic is replayed from the recorded inputs), or
+    .safetensors, .pt or .npy files. Exit code: 0 if every byte agrees, 1 if any differs, 2 if they cannot be
+    compared.
     """
     from dataclasses import replace
 
@@ -118,7 +128,7 @@ def layout(
     memory: bool,
     as_json: bool,
 ) -> None:
-    """Draws a layout: which byte holds which element, and what is padding. Without a name, lists the layouts."""
+    """Draws a layout: which byte holds which element, what is padding. Without a name, lists them."""
     from megamoe.explain.draw import draw_svg, draw_terminal, list_layouts
     from megamoe.explain.files import InputError
     from megamoe.explain.sizes import layout_of_shape

@@ -19,7 +19,9 @@ _INKS = ("#1d4aa3", "#19703e", "#8a5a00", "#6a349b", "#0f6476", "#a02455", "#4c6
 
 @dataclass(frozen=True)
 class Cell:
-    """One unit of memory. label: its logical coordinates, "" for padding. tint: which colour. byte: its offset."""
+    """One unit of memory. label: its logical coordinates, "" for padding. tint: which colour. byte: its
+    offset.
+    """
 
     label: str
     tint: int
@@ -40,8 +42,9 @@ class Drawing:
 
 
 def cells(layout: Any, first_row: int, rows: int, most_columns: int, *, memory: bool = False) -> Drawing:
-    """A matrix of units. memory: lines of memory, labelled with their byte offsets, alignment included; otherwise the
-    storage tensor, all dimensions but the last down, the last one and what is inside its elements across."""
+    """A matrix of units. memory: lines of memory, labelled with their byte offsets, alignment included;
+    otherwise the storage tensor, all dimensions but the last down, the last one and what is inside its
+    elements across."""
     per = layout.storage_dtype.itemsize * 8 // layout.element_bits
     if memory:
         columns = _line(layout)
@@ -88,7 +91,8 @@ def _line(layout: Any) -> int:
 def _stored_row(layout: Any, row: int, column: Tensor, per: int) -> tuple[Tensor, str]:
     """Positions of one row of the storage tensor, and its index in words."""
     shape, strides = layout.storage_shape, layout.storage_strides
-    index, rest = [], row
+    index: list[int] = []
+    rest = row
     for size in reversed(shape[:-1]):
         index.insert(0, rest % size)
         rest //= size
@@ -102,11 +106,12 @@ def facts(layout: Any) -> list[tuple[str, str]]:
     share = f" ({100 * padding / layout.storage_bytes:.1f}%)" if padding > 0 else ""
     dtype = str(layout.storage_dtype).removeprefix("torch.")
     inside = layout.storage_dtype.itemsize * 8 // layout.element_bits
-    found = [
+    return [
         ("logical", " × ".join(f"{axis.name} {axis.size}" for axis in layout.axes)),
         (
             "stored as",
-            f"{dtype} {list(layout.storage_shape)}, strides {list(layout.storage_strides)}, {layout.storage_bytes:,} bytes",
+            f"{dtype} {list(layout.storage_shape)}, strides {list(layout.storage_strides)}, "
+            f"{layout.storage_bytes:,} bytes",
         ),
         (
             "element",
@@ -120,7 +125,6 @@ def facts(layout: Any) -> list[tuple[str, str]]:
         ("expression", layout.expression),
         ("source", layout.source),
     ]
-    return found
 
 
 def draw_terminal(layout: Any, first_row: int, rows: int, *, memory: bool = False) -> None:
@@ -196,22 +200,25 @@ def draw_svg(
         for n, what in ((drawing.hidden_rows, "rows"), (drawing.hidden_columns, "columns"))
         if n > 0
     ]
-    note = f"cells: {drawing.coordinates}; colour: {drawing.tinted_by}; grey: padding; point at a cell for its byte"
+    note = f"cells: {drawing.coordinates}; colour: {drawing.tinted_by}; grey: padding; titles: bytes"
     note += f"; not shown: {', '.join(hidden)}" if hidden else ""
     texts = [note, *(" " * 13 + value for _, value in lines)]
     total_width = max(640, left(len(drawing.columns)) + 20, 40 + round(7.3 * max(map(len, texts))))
     total_height = top + 22 + height * len(drawing.rows) + 46
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total_width} {total_height}" width="{total_width}" height="{total_height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total_width} {total_height}" '
+        f'width="{total_width}" height="{total_height}" '
         'font-family="ui-monospace, DejaVu Sans Mono, Menlo, Consolas, monospace" font-size="12">',
         f'<rect width="{total_width}" height="{total_height}" fill="#ffffff"/>',
         f'<text x="20" y="32" font-size="17" font-weight="600" fill="#1b2230">{escape(layout.name)}</text>',
-        f'<text x="{34 + 10.4 * len(layout.name):.0f}" y="32" font-size="12.5" fill="#5c677a">{escape(_params(layout))}</text>',
+        f'<text x="{34 + 10.4 * len(layout.name):.0f}" y="32" font-size="12.5" fill="#5c677a">'
+        f"{escape(_params(layout))}</text>",
     ]
     for number, (name, value) in enumerate(lines):
         y = 56 + 18 * number
         out.append(
-            f'<text x="20" y="{y}" fill="#5c677a">{escape(name)}</text><text x="110" y="{y}" fill="#1b2230">{escape(value)}</text>'
+            f'<text x="20" y="{y}" fill="#5c677a">{escape(name)}</text>'
+            f'<text x="110" y="{y}" fill="#1b2230">{escape(value)}</text>'
         )
     for number, name in enumerate(drawing.columns):
         if name:
@@ -224,12 +231,14 @@ def draw_svg(
             title = f"byte {cell.byte}: {cell.label or 'padding'}"
             fill = "#eef0f3" if not cell.label else _FILLS[cell.tint % len(_FILLS)]
             out.append(
-                f'<g><title>{title}</title><rect x="{x}" y="{y}" width="{width - 2}" height="{height - 2}" rx="3" fill="{fill}"/>'
+                f'<g><title>{title}</title><rect x="{x}" y="{y}" width="{width - 2}" height="{height - 2}" '
+                f'rx="3" fill="{fill}"/>'
             )
             if cell.label:
                 ink = _INKS[cell.tint % len(_INKS)]
                 out.append(
-                    f'<text x="{x + (width - 2) / 2:g}" y="{y + 14.5}" text-anchor="middle" fill="{ink}">{cell.label}</text>'
+                    f'<text x="{x + (width - 2) / 2:g}" y="{y + 14.5}" text-anchor="middle" fill="{ink}">'
+                    f"{cell.label}</text>"
                 )
             out.append("</g>")
     out.append(f'<text x="20" y="{total_height - 16}" fill="#5c677a">{escape(note)}</text></svg>')

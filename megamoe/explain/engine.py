@@ -9,7 +9,7 @@ import torch
 
 from megamoe.bundle import dtype_name
 from megamoe.explain.causes import CAUSES
-from megamoe.explain.findings import Finding, Report, examples_of
+from megamoe.explain.findings import Confidence, Finding, Report, examples_of
 from megamoe.explain.pairs import CasePair, OutputPair, form_problem, same_bytes, subject_of
 from megamoe.explain.search import Candidate, candidates_of
 from megamoe.explain.subject import Subject, spread
@@ -60,7 +60,8 @@ def explain_case(case: CasePair) -> Report:
         replayable = _reproduced(replay, call)
         if not replayable & {subject.name for subject in subjects if subject.count}:
             notes.append(
-                "the reference does not reproduce the expected side from these inputs: no arithmetic was replayed"
+                "the reference does not reproduce the expected side from these inputs: "
+                "no arithmetic was replayed"
             )
             replay = None
     candidates = candidates_of(subjects, replay, call, replayable)
@@ -104,8 +105,13 @@ def _form_finding(pair: OutputPair) -> Finding | None:
         detail = f"expected strides {list(expected)}, actual {list(actual)}"
         is_mn_major = pair.expected.dim() >= 2 and expected[-2] == 1 and actual[-1] == 1
         cause = "mn_major_missing" if is_mn_major else "stride_differs"
-        return Finding(pair.name, cause, "unique", (), total, total, "the whole tensor", (), detail) if is_mn_major and same_bytes(
-            pair.expected, pair.actual) else Finding(pair.name, "stride_differs", "unique", (), total, total, "the whole tensor", (), detail)  # fmt: skip
+        return (
+            Finding(pair.name, cause, "unique", (), total, total, "the whole tensor", (), detail)
+            if is_mn_major and same_bytes(pair.expected, pair.actual)
+            else Finding(
+                pair.name, "stride_differs", "unique", (), total, total, "the whole tensor", (), detail
+            )
+        )
     return None
 
 
@@ -171,17 +177,26 @@ def _findings(
             if cause not in best.causes
         )
     )
-    confidence = "ambiguous" if alternatives else "unique"
+    confidence: Confidence = "ambiguous" if alternatives else "unique"
     decide = (
         "; ".join(dict.fromkeys(CAUSES[c].decide for c in (*best.causes, *alternatives) if CAUSES[c].decide))
         if alternatives
         else ""
     )
     return [
-        Finding(subject.name, cause, confidence, alternatives, *common, detail=best.detail, residue=best.left(subject.name),
-                decide=decide, unit=unit)  # type: ignore[arg-type]
+        Finding(
+            subject.name,
+            cause,
+            confidence,
+            alternatives,
+            *common,
+            detail=best.detail,
+            residue=best.left(subject.name),
+            decide=decide,
+            unit=unit,
+        )
         for cause in best.causes
-    ]  # fmt: skip
+    ]
 
 
 def _hint(subject: Subject) -> str:
@@ -199,7 +214,10 @@ def _hint(subject: Subject) -> str:
         )
         near = ((expected - actual).abs() == 1).float().mean()
         if subject.count >= 3 and float(near) > 0.9:
-            return "the codes are neighbours: another rounding, division or order of sums; give operation and inputs to tell which"
+            return (
+                "the codes are neighbours: another rounding, division or order of sums; "
+                "give operation and inputs to tell which"
+            )
     return ""
 
 

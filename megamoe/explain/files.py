@@ -44,7 +44,7 @@ class Loaded:
 
 
 def load_pair(expected: Path, actual: Path, request: Request) -> Loaded:
-    """Reads both files and pairs what they hold. InputError for what cannot be read or does not fit together."""
+    """Reads both files and pairs what they hold. InputError for what cannot be read or does not fit."""
     left, right = _read(expected), _read(actual)
     if isinstance(left, Bundle) and isinstance(right, Bundle):
         return _pair_bundles(left, right, expected, actual, request)
@@ -65,9 +65,8 @@ def _read(path: Path) -> Bundle | dict[str, Tensor]:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(
-            f"{path}: cannot be read ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-        ) from error
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InputError(f"{path}: cannot be read ({reason})") from error
 
 
 def _read_npy(path: Path) -> Tensor:
@@ -146,8 +145,20 @@ def _pair_cases(left: Case, right: Case, bundle: Bundle, request: Request) -> tu
         )
         if before is None:
             before = _filled(left.params, name, mine.tensor)
-        pairs.append(OutputPair(name, mine.tensor, other.tensor, mine.dtype, other.dtype, mine.padding or other.padding,
-                                _layout(request, mine.tensor) if len(wanted) == 1 else None, before, earlier, request.code))  # fmt: skip
+        pairs.append(
+            OutputPair(
+                name,
+                mine.tensor,
+                other.tensor,
+                mine.dtype,
+                other.dtype,
+                mine.padding or other.padding,
+                _layout(request, mine.tensor) if len(wanted) == 1 else None,
+                before,
+                earlier,
+                request.code,
+            )
+        )
     for name in right.outputs:
         if name not in left.outputs and request.output in (None, name):
             findings.append(_missing(left.case, name, right.outputs[name].tensor, "expected"))
@@ -191,10 +202,18 @@ def _pair_tensors(
     if request.layout is not None and len(shared) > 1:
         raise InputError(f"--layout needs one tensor: name it with --output; there are {_some(shared)}")
     pairs = [
-        OutputPair(name, left[name], right[name], _dtype(request, name, left[name]), _dtype(request, name, right[name]), request.padding,
-                   _layout(request, left[name]), code=request.code)
+        OutputPair(
+            name,
+            left[name],
+            right[name],
+            _dtype(request, name, left[name]),
+            _dtype(request, name, right[name]),
+            request.padding,
+            _layout(request, left[name]),
+            code=request.code,
+        )
         for name in shared
-    ]  # fmt: skip
+    ]
     findings = [_missing("", name, left[name], "actual") for name in left if name not in right]
     findings += [_missing("", name, right[name], "expected") for name in right if name not in left]
     return Loaded((CasePair(tuple(pairs), request.op, dict(request.params)),), tuple(findings))
@@ -257,8 +276,15 @@ def _sizes_of(tensor: Tensor) -> dict[str, Any]:
         return {}
     rows, columns = int(tensor.shape[-2]), int(tensor.shape[-1])
     units = 4 if tensor.dtype == torch.int32 else 1
-    sizes: dict[str, Any] = {"rows": rows, "mn": rows, "columns": columns, "groups": columns * units, "topk": columns,
-                             "dtype": dtype_name(tensor.dtype), "tokens": rows}  # fmt: skip
+    sizes: dict[str, Any] = {
+        "rows": rows,
+        "mn": rows,
+        "columns": columns,
+        "groups": columns * units,
+        "topk": columns,
+        "dtype": dtype_name(tensor.dtype),
+        "tokens": rows,
+    }
     if tensor.dim() == 3:
         sizes["batch"] = int(tensor.shape[0])
     if not tensor.is_contiguous() and tensor.stride(-1) == 1 and tensor.dim() == 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,7 +20,9 @@ Confidence = Literal["unique", "ambiguous", "unknown"]
 
 @dataclass(frozen=True)
 class Example:
-    """One differing unit. at: logical coordinates in words. value: decoded. scale, unrounded: where a replay knows them."""
+    """One differing unit. at: logical coordinates in words. value: decoded. scale, unrounded: where a replay
+    knows them.
+    """
 
     at: str
     byte: int
@@ -44,7 +47,8 @@ class Example:
         return found
 
     def __str__(self) -> str:
-        text = f"{self.at}: expected {self.expected} ({self.expected_value:g}), actual {self.actual} ({self.actual_value:g})"
+        text = f"{self.at}: expected {self.expected} ({self.expected_value:g})"
+        text += f", actual {self.actual} ({self.actual_value:g})"
         if self.scale is not None:
             text += f"; scale {self.scale:.9g}"
         if self.unrounded is not None:
@@ -54,8 +58,8 @@ class Example:
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause in one output. count of total units differ. where: in words. detail: of the cause. residue: units that
-    the cause does not explain. decide: what would settle an ambiguity. unit: what is counted."""
+    """One cause in one output. count of total units differ. where: in words. detail: of the cause. residue:
+    units that the cause does not explain. decide: what would settle an ambiguity. unit: what is counted."""
 
     output: str
     cause: str
@@ -90,8 +94,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """findings: most likely first, of all outputs and cases. compared: output -> units compared. notes: what a reader should
-    know of how it was compared. subjects: for drawings. replay: one command."""
+    """findings: most likely first, of all outputs and cases. compared: output -> units compared. notes: what
+    a reader should know of how it was compared. subjects: for drawings. replay: one command."""
 
     findings: tuple[Finding, ...]
     compared: Mapping[str, int] = field(default_factory=dict)
@@ -123,7 +127,7 @@ class Report:
 
 def _plain(value: float) -> float | int | str:
     """JSON has no NaN and no infinities."""
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+    if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
 
@@ -135,8 +139,12 @@ def decode_unit(subject: Subject, unit: int) -> float | int:
     code = subject.code
     if code in formats.FORMATS:
         return float(formats.decode(torch.tensor([unit], dtype=torch.uint8), code)[0])
-    kinds = {"bfloat16": (torch.int16, torch.bfloat16), "float16": (torch.int16, torch.float16),
-             "float32": (torch.int32, torch.float32), "float64": (torch.int64, torch.float64)}  # fmt: skip
+    kinds = {
+        "bfloat16": (torch.int16, torch.bfloat16),
+        "float16": (torch.int16, torch.float16),
+        "float32": (torch.int32, torch.float32),
+        "float64": (torch.int64, torch.float64),
+    }
     if code in kinds:
         integer, real = kinds[code]
         return float(torch.tensor([unit], dtype=integer).view(real)[0])

@@ -1,8 +1,8 @@
 """How well a predicted memory agrees with the actual one, and when that is an explanation.
 
-A step reads the expected units from other places (``source``) or changes them (``value``); a chain of steps predicts the
-actual units. An explanation is accepted only if it reproduces the actual units: all of them, or all but a residue that
-is as thin inside the predicted changes as outside of them, as unrelated noise is.
+A step reads the expected units from other places (``source``) or changes them (``value``); a chain of steps
+predicts the actual units. An explanation is accepted only if it reproduces the actual units: all of them, or
+all but a residue that is as thin inside the predicted changes as outside of them, as unrelated noise is.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MAX_FREE = 0.7  # of the differing units
 
 @dataclass(frozen=True)
 class Step:
-    """One named change. source: positions (int64) -> positions read, -1 where nothing is written. value: units -> units.
-    cost: 1 for a change without a parameter, 2 with one, 3 for one that was read off the data. doubts: causes that look the
-    same where no arithmetic was replayed."""
+    """One named change. source: positions (int64) -> positions read, -1 where nothing is written. value:
+    units -> units. cost: 1 for a change without a parameter, 2 with one, 3 for one that was read off the
+    data. doubts: causes that look the same where no arithmetic was replayed."""
 
     cause: str
     detail: str
@@ -34,14 +34,16 @@ class Step:
     value: Callable[[Tensor], Tensor] | None = None
     min_hits: int = 1
     doubts: tuple[str, ...] = ()
-    whole: Callable[[Tensor], Tensor] | None = None  # the same as source on a whole memory of which every unit is moved
+    whole: Callable[[Tensor], Tensor] | None = (
+        None  # the same as source on a whole memory of which every unit is moved
+    )
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Counts of units. total: compared and predicted. differing: actual differs from expected. changed: predicted differs
-    from expected. hits: differing units predicted right. wrong: predicted differs from actual. free: differing units that
-    the prediction says nothing about."""
+    """Counts of units. total: compared and predicted. differing: actual differs from expected. changed:
+    predicted differs from expected. hits: differing units predicted right. wrong: predicted differs from
+    actual. free: differing units that the prediction says nothing about."""
 
     total: int = 0
     differing: int = 0
@@ -53,10 +55,8 @@ class Fit:
 
     def __add__(self, other: Fit) -> Fit:
         counts = ("total", "differing", "changed", "hits", "wrong", "free")
-        return Fit(
-            *(getattr(self, name) + getattr(other, name) for name in counts),
-            unit_bytes=max(self.unit_bytes, other.unit_bytes),
-        )
+        sums = {name: getattr(self, name) + getattr(other, name) for name in counts}
+        return Fit(**sums, unit_bytes=max(self.unit_bytes, other.unit_bytes))
 
     @property
     def exact(self) -> bool:
@@ -108,8 +108,8 @@ def predict(subject: Subject, steps: Sequence[Step], positions: Tensor) -> tuple
 
 
 def _background(subject: Subject, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """What unwritten units hold, and whether that is known: the buffer before the call, a constant fill, or the
-    expected side where it was not written either."""
+    """What unwritten units hold, and whether that is known: the buffer before the call, a constant fill, or
+    the expected side where it was not written either."""
     if subject.before is not None:
         return subject.before[positions], torch.ones_like(positions, dtype=torch.bool)
     if subject.fill is not None:
@@ -182,7 +182,9 @@ def _moved_whole(subject: Subject, steps: Sequence[Step]) -> Tensor | None:
 
 def _fit_slice(subject: Subject, predicted: Tensor, part: slice) -> Fit:
     expected, actual = subject.expected[part], subject.actual[part]
-    known = torch.ones_like(expected, dtype=torch.bool) if subject.compared is None else subject.compared[part]
+    known = (
+        torch.ones_like(expected, dtype=torch.bool) if subject.compared is None else subject.compared[part]
+    )
     return measure(predicted[part], known, expected, torch.where(known, actual, expected))
 
 

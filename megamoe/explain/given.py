@@ -13,8 +13,8 @@ from megamoe.explain.subject import Subject
 
 @dataclass(frozen=True)
 class Given:
-    """predicted: units of the whole memory, with what is known of them. by_construction: copied from the actual side where
-    the pattern holds, so only the number of explained differences speaks for it."""
+    """predicted: units of the whole memory, with what is known of them. by_construction: copied from the
+    actual side where the pattern holds, so only the number of explained differences speaks for it."""
 
     cause: str
     detail: str

@@ -1,7 +1,8 @@
 """Patterns that need neither a layout nor a replay: value maps, and patterns read off the differing units.
 
-Value maps are steps like any other (they predict every unit). A ``Given`` is a whole predicted memory; where it was read
-off the differences it is right by construction there, so it must explain many of them and say little else.
+Value maps are steps like any other (they predict every unit). A ``Given`` is a whole predicted memory; where
+it was read off the differences it is right by construction there, so it must explain many of them and say
+little else.
 """
 
 from __future__ import annotations
@@ -163,8 +164,12 @@ def _id_width(subject: Subject) -> Iterator[Given]:
     high = subject.actual >> 32
     common = int(torch.mode(high).values)
     if common not in (0, -1):
-        yield Given("id_width", f"only the lower 32 bits were written; above them is 0x{common & 0xFFFFFFFF:08x}", 2,
-                    low | (common << 32))  # fmt: skip
+        yield Given(
+            "id_width",
+            f"only the lower 32 bits were written; above them is 0x{common & 0xFFFFFFFF:08x}",
+            2,
+            low | (common << 32),
+        )
     row = subject.dims[-1].size if subject.dims else 1
     for width in {subject.expected.numel(), row}:  # dense over everything, or inside each row
         if width < 2 or subject.expected.numel() % width:
@@ -202,7 +207,9 @@ def _padding(subject: Subject) -> Iterator[Given]:
         inside = (subject.expected == masked) & (subject.actual == common)
         yield _sentinel(subject, inside, "padding_sentinel", f"{name} instead of {right}")
     elif values.unique().numel() > 1:
-        yield _sentinel(subject, subject.expected == masked, "padding_not_masked", "padding tokens kept theirs")
+        yield _sentinel(
+            subject, subject.expected == masked, "padding_not_masked", "padding tokens kept theirs"
+        )
 
 
 def _sentinel(subject: Subject, inside: Tensor, cause: str, detail: str) -> Given:

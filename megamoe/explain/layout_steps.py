@@ -1,11 +1,12 @@
 """Named changes of layout, as steps from one memory to another: which place each unit was read from.
 
-``layout_steps`` lists those that make sense for a subject: all of them where nothing is known of it, and otherwise those
-that its layout allows.
+``layout_steps`` lists those that make sense for a subject: all of them where nothing is known of it, and
+otherwise those that its layout allows.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -19,8 +20,14 @@ TILE_SIZES = (16, 32, 64, 96, 128, 192, 240, 256)
 _PAGES = ("shared_scale_pages", "shared_scale_pages_row_major")
 _UTCCP = ("utccp_scales", "gate_up_utccp_scales")
 _GATE_UP = ("gate_up_interleaved_8", "gate_up_interleaved_16_even_odd", "gate_up_utccp_scales")
-_MN_MAJOR = ("mn_major_tma_aligned", "mn_major_packed_ue8m0", "utccp_scales", "gate_up_utccp_scales",
-             "shared_scale_pages", "sm90_activation_scales")  # fmt: skip
+_MN_MAJOR = (
+    "mn_major_tma_aligned",
+    "mn_major_packed_ue8m0",
+    "utccp_scales",
+    "gate_up_utccp_scales",
+    "shared_scale_pages",
+    "sm90_activation_scales",
+)
 
 
 def layout_steps(subject: Subject) -> list[Step]:
@@ -73,14 +80,18 @@ def table_step(
     min_hits: int = 1,
     fill: int | None = None,
 ) -> Step:
-    return Step(cause, detail, cost, dim_map(dim, table), min_hits=min_hits, whole=dim_whole(dim, table, fill))
+    return Step(
+        cause, detail, cost, dim_map(dim, table), min_hits=min_hits, whole=dim_whole(dim, table, fill)
+    )
 
 
 def _table_step(
     subject: Subject, cause: str, detail: str, dim: StorageDim, table: Tensor, cost: int = 1
 ) -> Iterator[Step]:
     if not bool((table == torch.arange(table.numel())).all()):
-        yield table_step(cause, detail, dim, table, cost, fill=None if subject.before is not None else subject.fill)
+        yield table_step(
+            cause, detail, dim, table, cost, fill=None if subject.before is not None else subject.fill
+        )
 
 
 def _is_plain(subject: Subject) -> bool:
@@ -96,13 +107,21 @@ def _units_in_words(subject: Subject) -> Iterator[Step]:
     if subject.unit_bits == 4:
         yield Step("nibble_order", "", 1, _xor(1), whole=_reversed_runs(2))
         for width in (2, 4, 8):
-            yield Step("byte_order", f"in words of {width} bytes", 1 if width == 4 else 2, _xor((width - 1) << 1))
+            yield Step(
+                "byte_order", f"in words of {width} bytes", 1 if width == 4 else 2, _xor((width - 1) << 1)
+            )
     elif subject.unit_bits == 8:
         if _is_plain(subject) and subject.role in ("payload", "values"):
             yield Step("nibble_order", "", 1, value=lambda u: ((u << 4) | (u >> 4)).to(torch.uint8))
         widths = (subject.word_bytes,) if subject.word_bytes > 1 else (2, 4, 8)
         for width in widths:
-            yield Step("byte_order", f"in words of {width} bytes", 1 if width == 4 else 2, _xor(width - 1), whole=_reversed_runs(width))
+            yield Step(
+                "byte_order",
+                f"in words of {width} bytes",
+                1 if width == 4 else 2,
+                _xor(width - 1),
+                whole=_reversed_runs(width),
+            )
     else:
         width = subject.unit_bits // 8
 
@@ -224,7 +243,8 @@ def _swizzle_steps(subject: Subject) -> Iterator[Step]:
             widths = [sizes[1] * 4]
     for width in widths:
         if width % 4 == 0 and total % (128 * width) == 0:
-            # Tile, strip, 32 rows, 4 quarters, byte in memory; tile, quarter, row, strip, byte in order of rows.
+            # Tile, strip, 32 rows, 4 quarters, byte in memory; tile, quarter, row, strip, byte in order of
+            # rows.
             there = _reordered((-1, width // 4, 32, 4, 4), (0, 3, 2, 1, 4))
             back = _reordered((-1, 4, 32, width // 4, 4), (0, 3, 2, 1, 4))
             yield Step("swizzle_128x4_missing", "", 1, _swizzled(width, width), whole=there)
@@ -259,9 +279,16 @@ def _exchanges(subject: Subject) -> Iterator[Step]:
     """Two neighbouring dimensions written in the other order, dense."""
     dims = [d for d in subject.dims if d.name != "in_word" and d.size > 1]
     wanted = "mn_major_missing" if subject.layout.name in _MN_MAJOR else "transposed"
-    for slow, fast in zip(dims, dims[1:], strict=False):
-        is_tight = slow.stride == fast.size * fast.stride and subject.expected.numel() % (slow.size * slow.stride) == 0
-        shortcut = _reordered((-1, slow.size, fast.size, fast.stride), (0, 2, 1, 3)) if is_tight and slow.size == slow.room else None
+    for slow, fast in itertools.pairwise(dims):
+        is_tight = (
+            slow.stride == fast.size * fast.stride
+            and subject.expected.numel() % (slow.size * slow.stride) == 0
+        )
+        shortcut = (
+            _reordered((-1, slow.size, fast.size, fast.stride), (0, 2, 1, 3))
+            if is_tight and slow.size == slow.room
+            else None
+        )
         yield Step(wanted, "", 1, _exchanged(slow, fast), whole=shortcut)
         if wanted == "transposed" and slow.size != fast.size:
             back = StorageDim(slow.name, fast.size, slow.size * fast.stride, fast.size)
@@ -310,8 +337,12 @@ def _strides(subject: Subject) -> Iterator[Step]:
             candidates.add(-(-live // step) * step)
         candidates.update(_observed_pitches(subject, row, live))
         for other in sorted(candidates - {pitch}):
-            yield Step("row_stride", f"{_bytes(other, subject)} instead of {_bytes(pitch, subject)} bytes", 2,
-                       _strided(row, live, other))  # fmt: skip
+            yield Step(
+                "row_stride",
+                f"{_bytes(other, subject)} instead of {_bytes(pitch, subject)} bytes",
+                2,
+                _strided(row, live, other),
+            )
         if subject.unit_bits >= 8 and subject.role == "scale":
             for per_tile in (2, 4, 8):
                 columns = live
@@ -326,7 +357,7 @@ def _strides(subject: Subject) -> Iterator[Step]:
 
 def _rows_with_length(subject: Subject) -> Iterator[tuple[StorageDim, int]]:
     dims = [d for d in subject.dims if d.size > 1 or d.name == "in_word"]
-    for row, inner in zip(dims, dims[1:], strict=False):
+    for row, inner in itertools.pairwise(dims):
         if row.name != "in_word" and inner.name != "in_word":
             yield row, inner.size * inner.stride
     if len(dims) == 2 and dims[1].name == "in_word":

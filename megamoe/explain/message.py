@@ -30,7 +30,8 @@ def render(report: Report, max_lines: int = 25) -> str:
         shown += 1
     if shown < len(groups):
         lines.append(
-            f"... and {len(groups) - shown} more outputs: {', '.join(_label(g[0]) for g in groups[shown : shown + 6])}"
+            f"... and {len(groups) - shown} more outputs: "
+            f"{', '.join(_label(group[0]) for group in groups[shown : shown + 6])}"
         )
     return "\n".join([*lines, *tail][:max_lines])
 

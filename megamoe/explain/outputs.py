@@ -1,4 +1,5 @@
-"""What an output is: its layout, the role of its units and their format, from operation, name, dtype and shape.
+"""What an output is: its layout, the role of its units and their format, from operation, name, dtype and
+shape.
 
 ``describe`` never fails: an output that it does not know is a plain tensor of its dtype.
 """
@@ -7,20 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamoe.explain.subject import PlainLayout, Role
 
-_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8)
-_FLOAT_NAMES = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
+_INTEGERS = (torch.int32, torch.int64, torch.int16)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _LAYOUT_CODES: dict[str, tuple[Role, str]] = {
     "fp8_rows": ("payload", "e4m3fn"),
     "e2m1_rows": ("payload", "e2m1"),
@@ -40,7 +36,9 @@ _LAYOUT_CODES: dict[str, tuple[Role, str]] = {
 
 @dataclass(frozen=True)
 class Description:
-    """layout: None means that the tensor is taken in logical order. word_bytes: bytes of a word of several units."""
+    """layout: None means that the tensor is taken in logical order. word_bytes: bytes of a word of several
+    units.
+    """
 
     layout: Any
     role: Role
@@ -112,33 +110,28 @@ _AXES = {
 
 def plain(output: str, tensor: Tensor, dtype_name: str, op: str | None = None) -> Description:
     """A tensor of which only name, dtype and shape are known."""
-    shape = tuple(tensor.shape)
-    size = tensor.element_size()
+    dtype, bits = tensor.dtype, 8 * tensor.element_size()
+    name = str(dtype).removeprefix("torch.")
     is_scale = "sf" in output.split("_") or "scale" in output
+    scale_code = "ue4m3" if op is not None and "nvfp4" in op and "shared" not in output else "ue8m0"
+    role: Role = "values"
+    code, units = name, 1
     if dtype_name == "e2m1x2":
-        return Description(PlainLayout(shape, 4, 2), "payload", "e2m1", 4)
-    if dtype_name == "float8_e4m3fn":
-        return Description(
-            PlainLayout(shape, 8), "scale" if is_scale else "payload", "ue4m3" if is_scale else "e4m3fn", 8
-        )
-    if tensor.dtype == torch.float8_e8m0fnu or (tensor.dtype == torch.uint8 and is_scale):
-        code = "ue4m3" if op is not None and "nvfp4" in op else "ue8m0"
-        return Description(PlainLayout(shape, 8), "scale", code, 8)
-    if tensor.dtype == torch.int32 and is_scale:
-        code = "ue4m3" if op is not None and "nvfp4" in op and "shared" not in output else "ue8m0"
-        return Description(PlainLayout(shape, 8, 4), "scale", code, 8, 4)
-    if tensor.dtype in _FLOAT_NAMES:
-        role: Role = (
-            "scale" if is_scale else "weights" if "weights" in output and "topk" in output else "values"
-        )
-        return Description(PlainLayout(shape, 8 * size), role, _FLOAT_NAMES[tensor.dtype], 8 * size)
-    if tensor.dtype in _INTEGERS and size > 1:
-        is_ids = "idx" in output or output.endswith("ids")
-        role = "ids" if is_ids else "load" if "load" in output or "stats" in output else "values"
-        return Description(
-            PlainLayout(shape, 8 * size), cast(Role, role), str(tensor.dtype).removeprefix("torch."), 8 * size
-        )
-    return Description(PlainLayout(shape, 8 * size), "values", dtype_name, 8 * size)
+        role, code, bits, units = "payload", "e2m1", 4, 2
+    elif dtype_name == "float8_e4m3fn":
+        role, code = ("scale", "ue4m3") if is_scale else ("payload", "e4m3fn")
+    elif dtype == torch.float8_e8m0fnu or (is_scale and dtype in (torch.uint8, torch.int32)):
+        role, code, bits, units = "scale", scale_code, 8, tensor.element_size()
+    elif dtype in _FLOATS:
+        role = "scale" if is_scale else "weights" if "topk_weights" in output else "values"
+    elif dtype in _INTEGERS:
+        is_load = "load" in output or "stats" in output
+        role = "ids" if "idx" in output or output.endswith("ids") else "load" if is_load else "values"
+    words = tensor.element_size() if units > 1 and bits == 8 else 1
+    return Description(PlainLayout(tuple(tensor.shape), bits, units), role, code, bits, words)
+
+
+Family = tuple[str, dict[str, Any], str | None]  # layout, its sizes, format of the units if not the usual one
 
 
 def _family(
@@ -148,48 +141,39 @@ def _family(
     dtype_name: str,
     params: Mapping[str, Any],
     inputs: Mapping[str, Tensor],
-) -> tuple[str, dict[str, Any], str | None] | None:
-    """(layout name, its parameters, format of the units if not the layout's usual one), or None."""
-    shape = tuple(tensor.shape)
+) -> Family | None:
+    if tensor.dim() != 2 or tensor.numel() == 0:
+        return _weight_family(op, output, tensor, inputs)
+    rows, columns = tensor.shape
+    pitch = {"row_stride": tensor.stride(0)} if tensor.stride(0) != columns else {}
     nvfp4 = op is not None and "nvfp4" in op
-    if len(shape) == 2 and 0 not in shape:
-        stride = {"row_stride": tensor.stride(0)} if tensor.stride(0) != shape[1] else {}
-        if output in ("x", "shared_x", "buf_x", "l1_acts", "l2_acts") and dtype_name == "float8_e4m3fn":
-            return "fp8_rows", {"tokens": shape[0], "columns": shape[1], **stride}, None
-        if output in ("x", "buf_x") and (
-            dtype_name == "e2m1x2" or (nvfp4 and tensor.dtype in (torch.uint8, torch.int8))
-        ):
-            return "e2m1_rows", {"tokens": shape[0], "columns": 2 * shape[1], **stride}, None
-        if output in ("x_sf", "buf_x_sf") and tensor.dtype == torch.int32:
-            group = 16 if nvfp4 else _fp8_group(params)
-            full = 4 if nvfp4 else min(4, 128 // group)
-            packed = op is not None and "pre_dispatch" in op
-            full = 4 if packed else full
-            sizes = {
-                "tokens": shape[0],
-                "groups": shape[1] * full,
-                "groups_per_word": full,
-                "group_size": group,
-            }
-            return "packed_scale_rows", {**sizes, **stride}, "ue4m3" if nvfp4 else "ue8m0"
-        if output == "shared_x_sf" and params.get("shared_block_m") and "hidden_states" in inputs:
-            tokens = inputs["hidden_states"].shape[0]
-            # A tensor of one row or one column has both orders; the contiguous one is what torch says then.
-            major = "_row_major" if tensor.stride(1) == 1 and shape[0] > 1 else ""
-            group = 32 if nvfp4 else _fp8_group(params)
-            sizes = {"tokens": tokens, "groups": shape[1] * 4, "block_m": int(params["shared_block_m"])}
-            return f"shared_scale_pages{major}", {**sizes, "rows": shape[0], "group_size": group}, None
-        if (
-            output in ("topk_idx_out", "topk_idx", "buf_topk_idx", "physical_ids")
-            and tensor.dtype == torch.int64
-        ):
-            return "topk_ids", {"tokens": shape[0], "topk": shape[1], **stride}, None
-        if (
-            output in ("topk_weights_out", "topk_weights", "buf_topk_weights")
-            and tensor.dtype == torch.float32
-        ):
-            return "topk_weights", {"tokens": shape[0], "topk": shape[1], **stride}, None
-    return _weight_family(op, output, tensor, inputs)
+    is_byte = tensor.element_size() == 1
+    is_fp8 = dtype_name == "float8_e4m3fn" or (op == "fp8_mega_moe" and is_byte)
+    found: Family | None = None
+    if output in ("x", "shared_x", "buf_x", "l1_acts", "l2_acts") and is_fp8:
+        found = "fp8_rows", {"tokens": rows, "columns": columns, **pitch}, None
+    elif output in ("x", "buf_x") and is_byte and (dtype_name == "e2m1x2" or nvfp4):
+        found = "e2m1_rows", {"tokens": rows, "columns": 2 * columns, **pitch}, None
+    elif output in ("x_sf", "buf_x_sf") and tensor.dtype == torch.int32:
+        group = 16 if nvfp4 else _fp8_group(params)
+        full = 4 if nvfp4 or (op is not None and "pre_dispatch" in op) else min(4, 128 // group)
+        sizes = {"tokens": rows, "groups": columns * full, "groups_per_word": full, "group_size": group}
+        found = "packed_scale_rows", {**sizes, **pitch}, "ue4m3" if nvfp4 else "ue8m0"
+    elif output == "shared_x_sf" and params.get("shared_block_m") and "hidden_states" in inputs:
+        # A tensor of one row or one column has both orders; the contiguous one is what torch says then.
+        name = "shared_scale_pages" + ("_row_major" if tensor.stride(1) == 1 and rows > 1 else "")
+        sizes = {"tokens": inputs["hidden_states"].shape[0], "groups": columns * 4, "rows": rows}
+        sizes |= {"block_m": int(params["shared_block_m"]), "group_size": 32 if nvfp4 else _fp8_group(params)}
+        found = name, sizes, None
+    elif output in _IDS and tensor.dtype == torch.int64:
+        found = "topk_ids", {"tokens": rows, "topk": columns, **pitch}, None
+    elif output in _WEIGHTS and tensor.dtype == torch.float32:
+        found = "topk_weights", {"tokens": rows, "topk": columns, **pitch}, None
+    return found or _weight_family(op, output, tensor, inputs)
+
+
+_IDS = ("topk_idx_out", "topk_idx", "buf_topk_idx", "physical_ids")
+_WEIGHTS = ("topk_weights_out", "topk_weights", "buf_topk_weights")
 
 
 def _fp8_group(params: Mapping[str, Any]) -> int:
@@ -202,29 +186,30 @@ def _fp8_group(params: Mapping[str, Any]) -> int:
 
 def _weight_family(
     op: str | None, output: str, tensor: Tensor, inputs: Mapping[str, Tensor]
-) -> tuple[str, dict[str, Any], str | None] | None:
+) -> Family | None:
     if op is None or tensor.dim() not in (2, 3):
         return None
     batch = {"batch": tensor.shape[0]} if tensor.dim() == 3 else {}
     rows, columns = tensor.shape[-2:]
-    if (
-        op in ("get_mn_major_tma_aligned_tensor", "transform_sf_into_required_layout")
-        and tensor.dtype == torch.float32
-    ):
-        return "mn_major_tma_aligned", {"mn": rows, "groups": columns, **batch}, None
-    if op in ("get_mn_major_tma_aligned_packed_ue8m0_tensor", "transform_sf_into_required_layout"):
-        groups = 4 * columns
-        if (
-            "sf" in inputs
-            and inputs["sf"].dtype == torch.float32
-            and -(-inputs["sf"].shape[-1] // 4) == columns
-        ):
-            groups = inputs["sf"].shape[-1]
-        return "mn_major_packed_ue8m0", {"mn": rows, "groups": groups, **batch}, None
-    if op == "transform_weights_for_mega_moe" and "sf" in output.split("_"):
+    found: Family | None = None
+    if op in _MN_MAJOR and tensor.dtype == torch.float32:
+        found = "mn_major_tma_aligned", {"mn": rows, "groups": columns, **batch}, None
+    elif op in _MN_MAJOR:
+        given = inputs.get("sf")
+        known = given is not None and given.dtype == torch.float32 and -(-given.shape[-1] // 4) == columns
+        groups = given.shape[-1] if known and given is not None else 4 * columns
+        found = "mn_major_packed_ue8m0", {"mn": rows, "groups": groups, **batch}, None
+    elif op == "transform_weights_for_mega_moe" and "sf" in output.split("_"):
         name = "gate_up_utccp_scales" if output.startswith("l1") else "utccp_scales"
-        return name, {"mn": rows, "groups": 4 * columns, **batch}, None
-    if op.startswith("transform_weights_for_mega_moe") and output.startswith("l1"):
+        found = name, {"mn": rows, "groups": 4 * columns, **batch}, None
+    elif op.startswith("transform_weights_for_mega_moe") and output.startswith("l1"):
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return "gate_up_interleaved_8", {"rows": rows, "columns": columns, "dtype": dtype, **batch}, None
-    return None
+        found = "gate_up_interleaved_8", {"rows": rows, "columns": columns, "dtype": dtype, **batch}, None
+    return found
+
+
+_MN_MAJOR = (
+    "get_mn_major_tma_aligned_tensor",
+    "get_mn_major_tma_aligned_packed_ue8m0_tensor",
+    "transform_sf_into_required_layout",
+)

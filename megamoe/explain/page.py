@@ -1,13 +1,14 @@
 """The HTML page: findings, and each differing output drawn unit by unit. One file, no network.
 
-Everything small is embedded whole. Of a large output the page has a density map of everything, and the units of those
-stretches of memory where differences lie, up to a budget.
+Everything small is embedded whole. Of a large output the page has a density map of everything, and the units
+of those stretches of memory where differences lie, up to a budget.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +78,40 @@ def drawing(subject: Subject, budget: int) -> dict[str, Any]:
 
 def _layout_json(subject: Subject) -> dict[str, Any]:
     if isinstance(subject.layout, PlainLayout):
-        axes = [{"name": axis.name, "size": axis.size} for axis in subject.layout.axes] or [
-            {"name": "index", "size": 1}
-        ]
-        digits, memory, stride = [], [], 1
+        axes: list[dict[str, Any]] = [
+            {"name": axis.name, "size": axis.size} for axis in subject.layout.axes
+        ] or [{"name": "index", "size": 1}]
+        digits: list[dict[str, Any]] = []
+        memory: list[dict[str, Any]] = []
+        stride = 1
         for axis in reversed(axes):
-            digits.insert(0, {"name": axis["name"], "axis": axis["name"], "part_of": axis["name"], "size": axis["size"],
-                              "weight": 1, "room": axis["size"], "stride": stride, "stored": True})  # fmt: skip
+            digits.insert(
+                0,
+                {
+                    "name": axis["name"],
+                    "axis": axis["name"],
+                    "part_of": axis["name"],
+                    "size": axis["size"],
+                    "weight": 1,
+                    "room": axis["size"],
+                    "stride": stride,
+                    "stored": True,
+                },
+            )
             memory.insert(0, {"digits": [axis["name"]], "stride": stride, "room": axis["size"]})
             stride *= int(axis["size"])
         sizes = [int(axis["size"]) for axis in axes]
-        return {"name": "plain", "axes": axes, "digits": digits, "memory": memory, "expression": "", "params": {},
-                "shape": sizes, "strides": _strides(sizes), "per": 1}  # fmt: skip
+        return {
+            "name": "plain",
+            "axes": axes,
+            "digits": digits,
+            "memory": memory,
+            "expression": "",
+            "params": {},
+            "shape": sizes,
+            "strides": _strides(sizes),
+            "per": 1,
+        }
     found = subject.layout.describe()
     per = subject.layout.storage_dtype.itemsize * 8 // subject.unit_bits
     return {
@@ -115,7 +138,7 @@ def _values(code: str) -> list[Any] | None:
         return None
     number = 16 if code == "e2m1" else 256
     values = formats.decode(torch.arange(number, dtype=torch.uint8), code).tolist()
-    return [value if value == value and abs(value) != float("inf") else str(value) for value in values]
+    return [value if math.isfinite(value) else str(value) for value in values]
 
 
 def _chunks(subject: Subject, budget: int) -> list[int]:
@@ -154,7 +177,9 @@ def _density(subject: Subject) -> dict[str, Any]:
     column = places[axes[-1].name] if axes else row
     inside = (row >= 0) & (column >= 0)
     cell = (row[inside] * row_bins // rows) * column_bins + column[inside] * column_bins // columns
-    counts = torch.bincount(cell, minlength=row_bins * column_bins) * (subject.count / subject.positions.numel())
+    counts = torch.bincount(cell, minlength=row_bins * column_bins) * (
+        subject.count / subject.positions.numel()
+    )
     full = max(1.0, rows / row_bins * (columns / column_bins))
     shades = (counts.float() / full * 255).ceil().clamp(0, 255).to(torch.uint8)
     return {

@@ -1,4 +1,6 @@
-"""Two recordings of one call, output by output: what is compared, in which form, and the subjects that the search works on."""
+"""Two recordings of one call, output by output: what is compared, in which form, and the subjects that the
+search works on.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ from megamoe.explain.subject import PlainLayout, Subject, storage_dims, to_units
 
 @dataclass(frozen=True)
 class OutputPair:
-    """expected, actual: tensors with their strides. dtypes: names as in a manifest (two FP4 codes a byte: "e2m1x2").
-    padding: "undefined" where bytes between elements mean nothing. layout: of reference.layouts, where it is known.
-    before: the buffer before the call. earlier: label -> the same output of other calls."""
+    """expected, actual: tensors with their strides. dtypes: names as in a manifest (two FP4 codes a byte:
+    "e2m1x2"). padding: "undefined" where bytes between elements mean nothing. layout: of reference.layouts,
+    where it is known. before: the buffer before the call. earlier: label -> the same output of other calls.
+    """
 
     name: str
     expected: Tensor
@@ -49,7 +52,7 @@ def same_bytes(left: Tensor, right: Tensor) -> bool:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """The bits as the widest integers that they can be viewed as: the fewest comparisons, and none of floats."""
+    """The bits as the widest integers that they can be viewed as: few comparisons, and none of floats."""
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     flat = tensor.reshape(-1)
@@ -109,8 +112,17 @@ def subject_of(pair: OutputPair, case: CasePair) -> Subject:
     in_place = not memory or pair.actual.stride() == pair.expected.stride()
     actual = to_units(pair.actual, bits, memory=memory) if in_place else _relaid(pair, bits)
     compared = None
-    subject = Subject(pair.name, expected, actual, bits, description.layout, description.role, description.code,
-                      storage_dims(description.layout), description.word_bytes)  # fmt: skip
+    subject = Subject(
+        pair.name,
+        expected,
+        actual,
+        bits,
+        description.layout,
+        description.role,
+        description.code,
+        storage_dims(description.layout),
+        description.word_bytes,
+    )
     if memory and (pair.padding == "undefined" or not in_place) and subject.is_padding is not None:
         compared = ~subject.is_padding
         subject.padding_known = False
@@ -122,9 +134,10 @@ def subject_of(pair: OutputPair, case: CasePair) -> Subject:
     subject.earlier = {
         label: to_units(tensor, bits, memory=memory)
         for label, tensor in pair.earlier.items()
-        if tuple(tensor.shape) == tuple(pair.expected.shape) and tensor.stride() == pair.expected.stride()
+        if tuple(tensor.shape) == tuple(pair.expected.shape)
+        and tensor.stride() == pair.expected.stride()
         and tensor.element_size() == pair.expected.element_size()
-    }  # fmt: skip
+    }
     return subject
 
 

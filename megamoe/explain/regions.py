@@ -1,4 +1,4 @@
-"""Regions of memory that hold something else throughout: a fill, older contents, or values of another width."""
+"""Regions of memory that hold something else throughout: a fill, older contents, other widths."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def _holding(subject: Subject, held: Tensor, cause: str, detail: str) -> Iterato
             return
     if float(same) > 0.98:
         inside = subject.different & (subject.actual == held)
-        yield Given(cause, detail, 3, torch.where(inside, held, subject.expected), by_construction=True, min_hits=8)
+        yield Given(
+            cause, detail, 3, torch.where(inside, held, subject.expected), by_construction=True, min_hits=8
+        )
 
 
 def unwritten_patterns(subject: Subject) -> Iterator[Given]:
@@ -72,7 +74,9 @@ def _repeated(subject: Subject, places: Tensor, period: int, share: float) -> Te
 
 
 def _region_masks(subject: Subject) -> Iterator[Tensor]:
-    """bool per unit: the box that the differences span along the memory's dimensions, then the stretch they span."""
+    """bool per unit: the box that the differences span along the memory's dimensions, then the stretch they
+    span.
+    """
     number = subject.expected.numel()
     places = subject.positions
     if places.numel() == 0:
@@ -124,7 +128,8 @@ def fp32_patterns(subject: Subject) -> Iterator[Given]:
             if int((agree & changed).sum()) >= 0.99 * int(changed.sum()):
                 yield _as_read(subject, agree, f"float32 scales, {detail}")
                 return
-    # Sixteen bits of a plain float32 are anything, its exponent is not: a look at some words says whether it may be so.
+    # Sixteen bits of a plain float32 are anything, its exponent is not: a look at some words says whether it
+    # may be so.
     some = changed.nonzero().reshape(-1)
     some = some[spread(some.numel(), _ENOUGH)]
     expected_words = subject.expected[: 4 * number].view(torch.int32)[some]

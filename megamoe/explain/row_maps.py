@@ -1,7 +1,7 @@
 """Orders of rows as tables: entry ``x`` is where logical row ``x`` is stored.
 
-Written from their definitions, because an explanation needs them for any size and in any combination: NUMERICS 4.1 (scale
-pages), 4.6 (UTCCP), 5.1 and 5.2 (gate/up).
+Written from their definitions, because an explanation needs them for any size and in any combination:
+NUMERICS 4.1 (scale pages), 4.6 (UTCCP), 5.1 and 5.2 (gate/up).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def inverse(table: Tensor) -> Tensor:
 
 
 def moved(right: Tensor, wrong: Tensor, rows: int) -> Tensor:
-    """Storage row -> storage row that it was read from, where logical x belongs at right[x] and was stored at wrong[x].
-    -1 where nothing was stored; rows past the end fall away."""
+    """Storage row -> storage row that it was read from, where logical x belongs at right[x] and was stored at
+    wrong[x]. -1 where nothing was stored; rows past the end fall away."""
     table = torch.full((rows,), -1, dtype=torch.int64)
     fits = wrong < rows
     table[wrong[fits]] = right[fits]

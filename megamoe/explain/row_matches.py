@@ -1,4 +1,5 @@
-"""Which expected row does each wrong row of the actual memory hold? Steps read off the data: shifted, swapped, copied.
+"""Which expected row does each wrong row of the actual memory hold? Steps read off the data: shifted,
+swapped, copied.
 
 Rows are recognized by several short stretches of units, so that scattered noise does not hide them.
 """
@@ -49,7 +50,7 @@ def _dim_steps(subject: Subject, dim: StorageDim) -> Iterator[Step]:
 
 
 def _stretches(subject: Subject, dim: StorageDim) -> Tensor:
-    """Offsets [stretch, unit] of the units that a row is recognized by, spread over everything the row has."""
+    """Offsets [stretch, unit] of the units that a row is recognized by, spread over the row."""
     outer = _outer(subject, dim)
     length = min(_LENGTH, dim.stride)
     per_outer = max(1, min(_STRETCHES, dim.stride // length))
@@ -58,11 +59,7 @@ def _stretches(subject: Subject, dim: StorageDim) -> Tensor:
         if per_outer > 1
         else torch.zeros(1)
     )
-    outers = (
-        spread(outer, max(1, _STRETCHES // per_outer))
-        * dim.stride
-        * dim.room
-    )
+    outers = spread(outer, max(1, _STRETCHES // per_outer)) * dim.stride * dim.room
     inner = starts.long()[:, None] + torch.arange(length)
     found = (outers[:, None, None] + inner[None]).reshape(-1, length)
     if length < 8:  # narrow rows: all of their units together are one signature
@@ -71,7 +68,9 @@ def _stretches(subject: Subject, dim: StorageDim) -> Tensor:
 
 
 def _match(expected: Tensor, actual: Tensor) -> Tensor:
-    """For every row of ``actual`` [rows, stretch, unit] the row of ``expected`` that most stretches agree with, or -1."""
+    """For every row of ``actual`` [rows, stretch, unit] the row of ``expected`` that most stretches agree
+    with, or -1.
+    """
     votes: list[np.ndarray] = []
     for stretch in range(expected.shape[1]):
         known, wanted = _hash(expected[:, stretch]), _hash(actual[:, stretch])

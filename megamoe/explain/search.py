@@ -1,15 +1,16 @@
 """The search: which single change, or which two changes of layout, reproduces the actual bytes.
 
-Cheap tests first: every candidate is tried on a few thousand units (half of them differing ones), and only what survives is
-measured on all of them. Candidates come in classes, simplest first, and a class is looked at only if the ones before it
-explain nothing:
+Cheap tests first: every candidate is tried on a few thousand units (half of them differing ones), and only
+what survives is measured on all of them. Candidates come in classes, simplest first, and a class is looked at
+only if the ones before it explain nothing:
 
     A  named changes of layout, value maps, replays with one knob turned
     B  changes that were read off the data: rows exchanged, copied or left out
     C  two named changes of layout
     D  patterns of some units
 
-Within a class the best reproduction wins; other causes that reproduce just as much make the finding ambiguous.
+Within a class the best reproduction wins; other causes that reproduce just as much make the finding
+ambiguous.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _FEW_FREE = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """An explanation with its fit to every output that it speaks of. causes: one, or two for a pair of changes."""
+    """An explanation with its fit to every output that it speaks of. causes: one, or two for a pair of
+    changes.
+    """
 
     causes: tuple[str, ...]
     detail: str
@@ -75,7 +78,8 @@ def candidates_of(
     call: Call | None,
     replayable: frozenset[str] = frozenset(),
 ) -> dict[str, list[Candidate]]:
-    """Accepted candidates by output, those of the simplest class that explains it; joint ones for several outputs.
+    """Accepted candidates by output, those of the simplest class that explains it; joint ones for several
+    outputs.
 
     replayable: outputs that the replay reproduces without a change, so that a change says something of them.
     """

@@ -11,8 +11,9 @@ from megamoe.explain.files import InputError
 def layout_of_shape(name: str, shape: str | None, params: Mapping[str, Any]) -> Any:
     """The named layout with these sizes.
 
-    shape: sizes of the logical axes in their order ("200x8"); a missing batch axis may be left out. params: sizes by name.
-    InputError for an unknown name, a shape of another number of axes, and sizes that the layout does not take.
+    shape: sizes of the logical axes in their order ("200x8"); a missing batch axis may be left out. params:
+    sizes by name. InputError for an unknown name, a shape of another number of axes, and sizes that the
+    layout does not take.
     """
     from reference.layouts import LAYOUTS, get_layout
 
@@ -31,9 +32,8 @@ def layout_of_shape(name: str, shape: str | None, params: Mapping[str, Any]) -> 
             sizes[axis] = int(number)
     missing = [p for p in family.params if p not in sizes and p not in family.defaults]
     if missing:
-        raise InputError(
-            f"{name} also needs {', '.join(f'--param {p}=...' for p in missing)} (its axes: {' x '.join(axes)})"
-        )
+        wanted = ", ".join(f"--param {p}=..." for p in missing)
+        raise InputError(f"{name} also needs {wanted} (its axes: {' x '.join(axes)})")
     try:
         return get_layout(name, **sizes)
     except (ValueError, TypeError) as error:

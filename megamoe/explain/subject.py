@@ -1,7 +1,8 @@
 """One output under explanation: its memory as a row of units, what each unit is, and where it lies.
 
-A unit is the smallest thing with a meaning of its own: an FP4 code, an FP8 code or scale byte, or a whole float or
-integer. Everything else in this package (steps, fits, places) speaks of unit positions from the start of the memory.
+A unit is the smallest thing with a meaning of its own: an FP4 code, an FP8 code or scale byte, or a whole
+float or integer. Everything else in this package (steps, fits, places) speaks of unit positions from the
+start of the memory.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class PlainAxis:
 
 
 class PlainLayout:
-    """A tensor in C order of which nothing is known but its shape; the last axis may hold several units an element."""
+    """A tensor in C order of which nothing is known but its shape; the last axis may hold several units an
+    element.
+    """
 
     name = "plain"
 
@@ -89,10 +92,11 @@ class StorageDim:
 
 @dataclass
 class Subject:
-    """name: of the output. expected, actual: 1-D units (nibbles and bytes as uint8, wider ones as integers of their
-    width). compared: bool per unit, None if all count. code: name of the units' format in reference.formats, or a
-    dtype's name. before: units that the buffer held before the call. earlier: label -> units of the same output from
-    other calls. word_bytes: width of the words that units are packed into."""
+    """name: of the output. expected, actual: 1-D units (nibbles and bytes as uint8, wider ones as integers of
+    their width). compared: bool per unit, None if all count. code: name of the units' format in
+    reference.formats, or a dtype's name. before: units that the buffer held before the call. earlier: label
+    -> units of the same output from other calls. word_bytes: width of the words that units are packed into.
+    """
 
     name: str
     expected: Tensor
@@ -126,8 +130,8 @@ class Subject:
 
     @cached_property
     def positions(self) -> Tensor:
-        """int64, the units that differ, ascending; of more than MOST_POSITIONS, those in stretches spread over all of them,
-        the first and the last included."""
+        """int64, the units that differ, ascending; of more than MOST_POSITIONS, those in stretches spread
+        over all of them, the first and the last included."""
         if self.count <= MOST_POSITIONS:
             return self.different.nonzero().reshape(-1)
         number = -(-self.different.numel() // _STRETCH)
@@ -147,7 +151,7 @@ class Subject:
         return torch.stack([mask.argmax(), mask.numel() - 1 - mask.flip(0).argmax()])
 
     def locate(self, positions: Tensor) -> dict[str, Tensor]:
-        return self.layout.locate_elements(positions)  # type: ignore[no-any-return]
+        return self.layout.locate_elements(positions)
 
     @cached_property
     def is_padding(self) -> Tensor | None:

@@ -1,7 +1,8 @@
-"""Replays of the reference with one knob turned: what each operation's outputs would be under another arithmetic.
+"""Replays of the reference with one knob turned: what each operation's outputs would be under another
+arithmetic.
 
-``replay_of`` finds the operation's entry; ``Replay.variants`` lists (cause, detail, outputs). An operation registers with
-``@replays("name", ...)``; adding one is one function.
+``replay_of`` finds the operation's entry; ``Replay.variants`` lists (cause, detail, outputs). An operation
+registers with ``@replays("name", ...)``; adding one is one function.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ TOKEN_OUTPUTS = (
 
 @dataclass(frozen=True)
 class Variant:
-    """outputs: the call -> those outputs that this arithmetic decides, as logical tensors. cost: 2 with a parameter.
-    by_token: whether a token's outputs depend on that token alone, so that a few tokens can be tried first."""
+    """outputs: the call -> those outputs that this arithmetic decides, as logical tensors. cost: 2 with a
+    parameter. by_token: whether a token's outputs depend on that token alone, so that a few tokens can be
+    tried first."""
 
     cause: str
     detail: str
@@ -88,8 +90,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Replay:
-    """baseline: the outputs as they should be. variants: with one knob turned. intermediates: (call, output) -> values before
-    rounding, for examples. few_tokens: calls with more tokens are first tried on that many."""
+    """baseline: the outputs as they should be. variants: with one knob turned. intermediates: (call, output)
+    -> values before rounding, for examples. few_tokens: calls with more tokens are first tried on that many.
+    """
 
     baseline: Callable[[Call], Outputs]
     variants: Callable[[Call], Iterator[Variant]]
@@ -134,8 +137,15 @@ def turned(recipe: Any, knobs: Mapping[str, Any]) -> Any:
     return None if changed == recipe else changed
 
 
+def bound(function: Callable[..., Outputs], *values: Any, **options: Any) -> Callable[[Call], Outputs]:
+    """The function of a call alone, with everything after the call fixed now, not when a loop has gone on."""
+    return lambda call: function(call, *values, **options)
+
+
 def placed(call: Call, outputs: Outputs) -> Outputs:
-    """The outputs that the call has, each as large as the expected one: rows past the call's tokens keep what they are."""
+    """The outputs that the call has, each as large as the expected one: rows past the call's tokens keep what
+    they are.
+    """
     found: Outputs = {}
     for name, tensor in outputs.items():
         expected = call.outputs.get(name)

@@ -1,14 +1,15 @@
 """Knobs of the forward: activation, scales, where the routing weight enters, and the order of sums.
 
-Tokens of all ranks one after another (parameter "tokens" has one count a rank), weights as in the checkpoint: l1_w, l1_w_sf,
-l2_w, l2_w_sf and, for NVFP4, l1_alphas, l2_alphas, a2_scales, x_scales. Most knobs are fields of the reference's own rows; where it has none, one of its functions is exchanged
-for the length of a replay.
+Tokens of all ranks one after another (parameter "tokens" has one count a rank), weights as in the checkpoint:
+l1_w, l1_w_sf, l2_w, l2_w_sf and, for NVFP4, l1_alphas, l2_alphas, a2_scales, x_scales. Most knobs are fields
+of the reference's own rows; where it has none, one of its functions is exchanged for the length of a replay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megamoe.explain.row_maps import interleaved
-from megamoe.explain.variants import Call, Outputs, Replay, Variant, placed, replays
+from megamoe.explain.variants import Call, Outputs, Replay, Variant, bound, placed, replays
 from megamoe.suite.drivers.mega_moe import join_ranks
 from reference import formats
 from reference.mega_moe import (
@@ -79,7 +80,7 @@ def _forward(call: Call) -> Replay | None:
 
     def variants(call: Call) -> Iterator[Variant]:
         for number, (cause, detail, cost, _) in enumerate(_variants(base)):
-            yield Variant(cause, detail, lambda call, number=number: again(call, number), cost)
+            yield Variant(cause, detail, bound(again, number), cost)
 
     def again(call: Call, number: int) -> Outputs:
         """That row of the table for other tokens; the launch stays that of the whole call."""
@@ -106,11 +107,11 @@ def _launch_of(call: Call, whole: _Launch | None = None) -> _Launch:
         _optional_split(given.get(name), counts)
         for name in ("x", "x_sf", "topk_idx", "topk_weights", "x_scales")
     ]
-    inputs = [RankInputs(*row) for row in zip(*parts, strict=True)]  # type: ignore[arg-type]
+    inputs = [RankInputs(*row) for row in zip(*parts, strict=True)]
     names = ("l1_w", "l2_w", "l1_w_sf", "l2_w_sf", "l1_alphas", "l2_alphas", "a2_scales")
     ranks = len(counts)
     shares = [[None] * ranks if given.get(name) is None else list(given[name].chunk(ranks)) for name in names]
-    weights = [ExpertWeights(*row) for row in zip(*shares, strict=True)]  # type: ignore[arg-type]
+    weights = [ExpertWeights(*row) for row in zip(*shares, strict=True)]
     launches = (
         whole.launches if whole is not None else [_config(params, given, family, counts, n) for n in counts]
     )
@@ -206,7 +207,7 @@ def _scale_rows(base: _Launch) -> Iterator[Row]:
                 "gate_up_scale_shared",
                 name,
                 1,
-                base.with_weights(lambda w, half=half: _alpha_of(w, half)).run,
+                base.with_weights(partial(_alpha_of, half=half)).run,
             )
     for name in ("l1_alphas", "l2_alphas", "a2_scales"):
         if getattr(first, name) is None:
@@ -215,7 +216,7 @@ def _scale_rows(base: _Launch) -> Iterator[Row]:
             ("global_scale_missing", torch.ones_like),
             ("global_scale_inverted", torch.reciprocal),
         ):
-            changed = base.with_weights(lambda w, n=name, f=function: replace(w, **{n: f(getattr(w, n))}))
+            changed = base.with_weights(partial(_with, name=name, function=function))
             yield cause, name, 1, changed.run
     if base.inputs[0].x_scales is not None:
         for cause, function in (
@@ -226,7 +227,7 @@ def _scale_rows(base: _Launch) -> Iterator[Row]:
                 cause,
                 "x_scales",
                 1,
-                base.with_inputs(lambda i, f=function: replace(i, x_scales=f(i.x_scales))).run,
+                base.with_inputs(partial(_with, name="x_scales", function=function)).run,
             )
     plain = base.with_inputs(lambda i: replace(i, topk_weights=torch.ones_like(i.topk_weights)))
     yield "routing_weight_misplaced", "not applied", 1, plain.run
@@ -234,6 +235,10 @@ def _scale_rows(base: _Launch) -> Iterator[Row]:
         if place != base.family.weight_at:
             family = replace(base.family, weight_at=place, combine_fma=place == "combine")
             yield "routing_weight_misplaced", f"at the {place}", 1, replace(base, family=family).run
+
+
+def _with(holder: Any, name: str, function: Callable[[Tensor], Tensor]) -> Any:
+    return replace(holder, **{name: function(getattr(holder, name))})
 
 
 def _alpha_of(weights: ExpertWeights, half: int) -> ExpertWeights:
@@ -308,8 +313,18 @@ def _as_family(mma: str) -> Callable[[Any], Any]:
     return lambda matmul: lambda _, *args, **kwargs: matmul(mma, *args, **kwargs)
 
 
-def _exact(mma: str, a: Tensor, b: Tensor, *, a_format: str, b_format: str, accumulator: Tensor | None = None,
-           a_scales: Tensor | None = None, b_scales: Tensor | None = None, scale_format: str | None = None) -> Tensor:  # fmt: skip
+def _exact(
+    mma: str,
+    a: Tensor,
+    b: Tensor,
+    *,
+    a_format: str,
+    b_format: str,
+    accumulator: Tensor | None = None,
+    a_scales: Tensor | None = None,
+    b_scales: Tensor | None = None,
+    scale_format: str | None = None,
+) -> Tensor:
     left = _decoded(a, a_format, a_scales, scale_format)
     right = _decoded(b, b_format, b_scales, scale_format)
     product = left @ right.transpose(-1, -2)

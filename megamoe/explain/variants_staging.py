@@ -1,7 +1,7 @@
 """Knobs of the staging operations: FP8 and NVFP4 quantization, scale pages, routing and EPLB.
 
-A knob's table says which cause a changed field of a recipe is; what no field expresses (a second rounding, an exponent
-through log2, an outer scale that is dropped) is a small function beside it.
+A knob's table says which cause a changed field of a recipe is; what no field expresses (a second rounding, an
+exponent through log2, an outer scale that is dropped) is a small function beside it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from megamoe.explain.subject import spread
-from megamoe.explain.variants import Call, Intermediates, Outputs, Replay, Variant, placed, replays, turned
+from megamoe.explain.variants import (
+    Call,
+    Intermediates,
+    Outputs,
+    Replay,
+    Variant,
+    bound,
+    placed,
+    replays,
+    turned,
+)
 from reference import eplb, formats, routing, scale_pages, staging
 from reference.fp8 import Fp8Groups, quantize_fp8_groups
 from reference.nvfp4 import quantize_nvfp4
@@ -118,7 +128,7 @@ def _hidden(call: Call) -> Tensor:
 
 
 def _fp8_recipe(call: Call) -> Fp8GroupRecipe | None:
-    """The recipe that the call names, or else the first that reproduces the expected outputs of a few tokens."""
+    """The recipe that the call names, or else the first that reproduces the outputs of a few tokens."""
     params = call.params
     names = [
         str(params.get("recipe", "")),
@@ -198,10 +208,10 @@ def _fp8_variants(
             continue
         if cause.startswith("scale_round") and recipe.scale_format == "fp32":
             continue
-        yield Variant(cause, detail, lambda call, changed=changed: outputs(call, changed), cost)
+        yield Variant(cause, detail, bound(outputs, changed), cost)
 
-    def with_groups(make: Callable[[Tensor], Fp8Groups]) -> Callable[[Call], Outputs]:
-        return lambda call: _place_fp8(call, recipe, make(_hidden(call)))
+    def with_groups(make: Callable[..., Fp8Groups], *values: Any) -> Callable[[Call], Outputs]:
+        return lambda call: _place_fp8(call, recipe, make(_hidden(call), recipe, *values))
 
     if recipe.scale_format == "ue8m0":
         # Where the unrounded scale divides, how it was computed shows too.
@@ -215,28 +225,32 @@ def _fp8_variants(
         yield Variant(
             "double_rounding",
             f"through {name}",
-            with_groups(lambda h, d=dtype: _rounded_twice(h, recipe, d)),
+            with_groups(_rounded_twice, dtype),
             1,
         )
     if recipe.scale_format == "ue8m0":
         for how in ("log2", "frexp"):
-            yield Variant(
-                "scale_rounding_log2", how, with_groups(lambda h, how=how: _with_exponents(h, recipe, how)), 1
-            )
+            yield Variant("scale_rounding_log2", how, with_groups(_with_exponents, how), 1)
         for step, cause in ((1, "scale_plus_one"), (-1, "scale_minus_one")):
-            # One step down with its payload is what rounding down does wherever a scale is no power of two: it is
-            # named only where that does not fit.
+            # One step down with its payload is what rounding down does wherever a scale is no power of two:
+            # it is named only where that does not fit.
             yield Variant(
                 cause,
                 "the payload follows",
-                with_groups(lambda h, s=step: _with_exponents(h, recipe, "", s)),
+                with_groups(_with_exponents, "", step),
                 2 if step > 0 else 3,
             )
 
 
 def _encode(values: Tensor, recipe: Fp8GroupRecipe) -> Tensor:
-    return formats.encode(values, recipe.element_format, rounding=recipe.element_rounding, overflow=recipe.overflow,
-                          negative_zero=recipe.negative_zero, subnormals=recipe.subnormals)  # fmt: skip
+    return formats.encode(
+        values,
+        recipe.element_format,
+        rounding=recipe.element_rounding,
+        overflow=recipe.overflow,
+        negative_zero=recipe.negative_zero,
+        subnormals=recipe.subnormals,
+    )
 
 
 def _rounded_twice(hidden: Tensor, recipe: Fp8GroupRecipe, dtype: torch.dtype) -> Fp8Groups:
@@ -247,7 +261,9 @@ def _rounded_twice(hidden: Tensor, recipe: Fp8GroupRecipe, dtype: torch.dtype) -
 
 
 def _with_exponents(hidden: Tensor, recipe: Fp8GroupRecipe, how: str, step: int = 0) -> Fp8Groups:
-    """The exponents computed another way (or off by ``step``), and elements divided by the scales that they give."""
+    """The exponents computed another way (or off by ``step``), and elements divided by the scales that they
+    give.
+    """
     groups = quantize_fp8_groups(hidden, recipe)
     assert groups.exponents is not None
     if how == "log2":
@@ -348,25 +364,21 @@ def _nvfp4_variants(
     for cause, detail, change, cost in knobs:
         changed = turned(recipe, change)
         if changed is not None:
-            yield Variant(cause, detail, lambda call, changed=changed: outputs(call, changed), cost)
+            yield Variant(cause, detail, bound(outputs, changed), cost)
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
-        yield Variant(
-            "double_rounding", f"through {name}", lambda call, d=dtype: _nvfp4_twice(call, recipe, d)
-        )
+        yield Variant("double_rounding", f"through {name}", bound(_nvfp4_twice, recipe, dtype))
     for rounding in ("toward_zero", "away"):
         cause = "scale_rounding_floor" if rounding == "toward_zero" else "ties_away"
-        yield Variant(
-            cause, "block scale", lambda call, r=rounding: _nvfp4_scale_rounding(call, recipe, r), 2
-        )
+        yield Variant(cause, "block scale", bound(_nvfp4_scale_rounding, recipe, rounding), 2)
     if recipe.levels == "token":
         yield Variant(
             "reciprocal_instead_of_division",
             "elements times the reciprocal of the block scale",
-            lambda call: _times_reciprocal(call, recipe),
+            bound(_times_reciprocal, recipe),
         )
         for cause, detail, function in _OUTER_SCALE:
-            yield Variant(cause, detail, lambda call, f=function: f(call, recipe))
+            yield Variant(cause, detail, bound(function, recipe))
 
 
 def _e2m1(values: Tensor, recipe: Nvfp4Recipe) -> Tensor:
@@ -495,6 +507,10 @@ def _shared_variants(call: Call) -> Iterator[Variant]:
             yield variant
 
 
+def _alphas(_: Call, value: Tensor) -> Outputs:
+    return {"l2_alpha": value.clone()}
+
+
 def _alpha_variants(call: Call) -> Iterator[Variant]:
     if "l2_alpha" not in call.outputs or "w2_global_scale" not in call.inputs:
         return
@@ -507,7 +523,7 @@ def _alpha_variants(call: Call) -> Iterator[Variant]:
         ("global_scale_inverted", "the weight scale", factor / scale),
         ("global_scale_inverted", "both", 1 / (scale * factor)),
     ):
-        yield Variant(cause, detail, lambda _, value=value: {"l2_alpha": value.clone()}, by_token=False)
+        yield Variant(cause, detail, bound(_alphas, value), by_token=False)
 
 
 # ---- routing
@@ -550,27 +566,31 @@ def _routing_variants(call: Call) -> Iterator[Variant]:
                 yield Variant(
                     cause,
                     detail,
-                    lambda call, changed=changed: _routing_outputs(call, changed),
+                    bound(_routing_outputs, changed),
                     cost,
                     by_token=False,
                 )
         yield Variant(
             "id_width",
             "ids cut to 32 bits before mapping",
-            lambda call: _routing_outputs(call, ROUTING, narrow=True),
+            bound(_routing_outputs, ROUTING, narrow=True),
             2,
             by_token=False,
         )
     if "is_padding" in call.inputs:
         for what in (("ids", "weights"), ("ids",), ("weights",)):
-            yield Variant("padding_not_masked", " and ".join(what), lambda call, what=what: _routing_outputs(call, ROUTING, unmasked=what),
-                          by_token=False)  # fmt: skip
+            yield Variant(
+                "padding_not_masked",
+                " and ".join(what),
+                bound(_routing_outputs, ROUTING, unmasked=what),
+                by_token=False,
+            )
         for sentinel in (0, -2, *_INT_MAX):
             changed = turned(ROUTING, {"padding_id": sentinel})
             yield Variant(
                 "padding_sentinel",
                 f"id {sentinel}",
-                lambda call, changed=changed: _routing_outputs(call, changed),
+                bound(_routing_outputs, changed),
                 2,
                 by_token=False,
             )
@@ -579,7 +599,7 @@ def _routing_variants(call: Call) -> Iterator[Variant]:
             yield Variant(
                 "padding_sentinel",
                 f"weight {weight}",
-                lambda call, changed=changed: _routing_outputs(call, changed),
+                bound(_routing_outputs, changed),
                 2,
                 by_token=False,
             )
@@ -608,9 +628,15 @@ def _routing_outputs(
         unpadded = call.params.get("num_unpadded_tokens")
         load = inputs.get("expert_load")
         mapping = eplb.map_experts(
-            routed_ids.to(torch.int32).to(torch.int64) if call.op == "eplb_map_to_physical_and_record" else routed_ids,
-            inputs["logical_to_physical_map"], inputs["logical_replica_count"],
-            0 if load is None else load.numel(), None if unpadded is None else int(unpadded), recipe)  # fmt: skip
+            routed_ids.to(torch.int32).to(torch.int64)
+            if call.op == "eplb_map_to_physical_and_record"
+            else routed_ids,
+            inputs["logical_to_physical_map"],
+            inputs["logical_replica_count"],
+            0 if load is None else load.numel(),
+            None if unpadded is None else int(unpadded),
+            recipe,
+        )
         routed_ids = mapping.ids
         if load is not None:
             records = call.params.get("record", call.params.get("eplb", "record"))

@@ -16,8 +16,8 @@ _PLURALS = {"index": "indices", "in_word": "bytes in a word", "batch": "batches"
 
 @dataclass(frozen=True)
 class AxisPattern:
-    """words: e.g. "rows 32 to 63 of every 128", "" where the differences are all over the axis. share: of the differences
-    that lie there. values: the affected indices (at most 4096), for drawings."""
+    """words: e.g. "rows 32 to 63 of every 128", "" where the differences are all over the axis. share: of the
+    differences that lie there. values: the affected indices (at most 4096), for drawings."""
 
     axis: str
     words: str
@@ -89,36 +89,43 @@ def _pattern(name: str, size: int, index: Tensor, shown: str) -> AxisPattern:
 
 def _describe(name: str, size: int, values: list[int], *, dense: bool) -> str:
     plural = _PLURALS.get(name, f"{name}s")
-    if len(values) == size:
-        return ""
-    if len(values) == 1:
-        return f"only {name} {values[0]}"
-    if values[-1] - values[0] == len(values) - 1:
-        return f"{plural} {values[0]} to {values[-1]}"
-    for period in _PERIODS:
-        if period >= size:
-            break
-        residues = sorted({v % period for v in values})
-        if len(residues) >= period:
-            continue
-        possible = sum(len(range(r, size, period)) for r in residues)
-        if len(values) < 0.95 * possible or possible < 3 * len(residues):
-            continue
-        if len(residues) == 1:
-            return f"every {_ordinal(period)} {name} (from {residues[0]})"
-        if residues[-1] - residues[0] == len(residues) - 1:
-            return f"{plural} {residues[0]} to {residues[-1]} of every {period}"
-        if len(residues) <= 4:
-            return f"{plural} {', '.join(map(str, residues))} of every {period}"
     holes = size - len(values)
-    if len(values) <= 4:
-        return f"{plural} {', '.join(map(str, values))}"
-    if holes <= 4:
-        missing = sorted(set(range(size)) - set(values))
-        return f"all {plural} but {', '.join(map(str, missing))}"
-    if dense:
-        return f"{len(values)} of {size} {plural}, {values[0]} to {values[-1]}"
-    return ""
+    words = ""
+    if holes == 0:
+        pass
+    elif len(values) == 1:
+        words = f"only {name} {values[0]}"
+    elif values[-1] - values[0] == len(values) - 1:
+        words = f"{plural} {values[0]} to {values[-1]}"
+    elif period := _period(size, values):
+        words = _describe_period(name, plural, *period)
+    elif len(values) <= 4:
+        words = f"{plural} {', '.join(map(str, values))}"
+    elif holes <= 4:
+        words = f"all {plural} but {', '.join(map(str, sorted(set(range(size)) - set(values))))}"
+    elif dense:
+        words = f"{len(values)} of {size} {plural}, {values[0]} to {values[-1]}"
+    return words
+
+
+def _period(size: int, values: list[int]) -> tuple[int, list[int]] | None:
+    """The smallest period, and the residues, that these values nearly fill; three repetitions at least."""
+    for period in _PERIODS:
+        residues = sorted({v % period for v in values})
+        possible = sum(len(range(r, size, period)) for r in residues)
+        is_filled = len(values) >= 0.95 * possible and possible >= 3 * len(residues)
+        is_simple = len(residues) <= 4 or residues[-1] - residues[0] == len(residues) - 1
+        if period < size and len(residues) < period and is_filled and is_simple:
+            return period, residues
+    return None
+
+
+def _describe_period(name: str, plural: str, period: int, residues: list[int]) -> str:
+    if len(residues) == 1:
+        return f"every {_ordinal(period)} {name} (from {residues[0]})"
+    if residues[-1] - residues[0] == len(residues) - 1:
+        return f"{plural} {residues[0]} to {residues[-1]} of every {period}"
+    return f"{plural} {', '.join(map(str, residues))} of every {period}"
 
 
 def _ordinal(number: int) -> str:

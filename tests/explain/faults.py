@@ -1,4 +1,6 @@
-"""Planted faults: each writes wrong outputs by its own formula (NumPy loops and index arithmetic), and names its cause."""
+"""Planted faults: each writes wrong outputs by its own formula (NumPy loops and index arithmetic), and names
+its cause.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Fault:
 def copied(tensor: Tensor) -> Tensor:
     """A copy with the same strides and the same bytes between its elements."""
     storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).clone()
-    return torch.empty(0, dtype=tensor.dtype).set_(storage.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype).set_(
+        storage.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
 
 
 def memory_of(tensor: Tensor) -> np.ndarray:
@@ -55,7 +59,7 @@ def with_noise(outputs: Outputs, seed: int, share: float = 0.001) -> Outputs:
     for name, tensor in outputs.items():
         noisy = copied(tensor)
         elements = noisy.contiguous().view(torch.uint8).numpy().reshape(-1).copy()
-        number = max(1, int(round(share * elements.size)))
+        number = max(1, round(share * elements.size))
         places = rng.choice(elements.size, number, replace=False)
         elements[places] ^= rng.integers(1, 256, number).astype(np.uint8)
         raw(noisy)[...] = elements.view(raw(noisy).dtype).reshape(noisy.shape)
@@ -94,7 +98,9 @@ def transposed(output: str) -> Inject:
     def inject(scene: Scene) -> Outputs:
         actual = copied(scene.expected[output])
         values = raw(actual)
-        values[...] = np.array([values[r, c] for c in range(values.shape[1]) for r in range(values.shape[0])]).reshape(values.shape)
+        values[...] = np.array(
+            [values[r, c] for c in range(values.shape[1]) for r in range(values.shape[0])]
+        ).reshape(values.shape)
         return {output: actual}
 
     return inject
@@ -395,7 +401,11 @@ def _fp8_outputs(scene: Scene, codes: np.ndarray, words: np.ndarray) -> Outputs:
 def nvfp4(**knobs: object) -> Inject:
     def inject(scene: Scene) -> Outputs:
         x, scales, token_scales = q.nvfp4_two_level(scene.hidden, **knobs)  # type: ignore[arg-type]
-        return {"x": torch.from_numpy(x), "x_sf": torch.from_numpy(q.words(scales).copy()), "x_scales": torch.from_numpy(token_scales)}
+        return {
+            "x": torch.from_numpy(x),
+            "x_sf": torch.from_numpy(q.words(scales).copy()),
+            "x_scales": torch.from_numpy(token_scales),
+        }
 
     return inject
 
@@ -411,7 +421,11 @@ def nvfp4_block(**knobs: object) -> Inject:
 def alpha(function: Callable[[np.ndarray, np.float32], np.ndarray]) -> Inject:
     def inject(scene: Scene) -> Outputs:
         weights = scene.inputs["w2_global_scale"].numpy()
-        return {"l2_alpha": torch.from_numpy(function(weights, np.float32(scene.params["l2_activation_scale"])).astype(np.float32))}
+        return {
+            "l2_alpha": torch.from_numpy(
+                function(weights, np.float32(scene.params["l2_activation_scale"])).astype(np.float32)
+            )
+        }
 
     return inject
 
@@ -420,7 +434,9 @@ def loaded_with(**changes: Callable[[Tensor], Tensor]) -> Inject:
     """A launch whose scales were loaded wrong: name of an input -> what became of it."""
 
     def inject(scene: Scene) -> Outputs:
-        return fp4_launch({**scene.inputs, **{name: change(scene.inputs[name]) for name, change in changes.items()}})
+        return fp4_launch(
+            {**scene.inputs, **{name: change(scene.inputs[name]) for name, change in changes.items()}}
+        )
 
     return inject
 
@@ -513,7 +529,10 @@ def sentinel(value: int) -> Inject:
 
 
 def mask_ignored(scene: Scene) -> Outputs:
-    return {"topk_idx_out": scene.inputs["topk_ids"].clone(), "topk_weights_out": scene.inputs["topk_weights"].clone()}
+    return {
+        "topk_idx_out": scene.inputs["topk_ids"].clone(),
+        "topk_weights_out": scene.inputs["topk_weights"].clone(),
+    }
 
 
 def zero_extended(output: str) -> Inject:
@@ -538,7 +557,9 @@ def narrow_rows(output: str) -> Inject:
 
 
 def mapped(replica: Callable[[int, int, int, int], int], *, count_all: bool = False) -> Inject:
-    """EPLB in Python loops. replica(token, slot, topk, count) -> index of the replica (may be negative, as in C)."""
+    """EPLB in Python loops. replica(token, slot, topk, count) -> index of the replica (may be negative, as in
+    C).
+    """
 
     def inject(scene: Scene) -> Outputs:
         ids, table = scene.inputs["topk_ids"].tolist(), scene.inputs["logical_to_physical_map"].tolist()

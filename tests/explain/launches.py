@@ -1,7 +1,7 @@
 """An SM90 forward by hand, route by route, so that a fault is a different function in one place.
 
-The tensor core's and CUDA's own functions are the reference's (they are not what is planted here); everything between them
-is written again.
+The tensor core's and CUDA's own functions are the reference's (they are not what is planted here); everything
+between them is written again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def launch(
     routes = sorted((int(given["topk_idx"][t, k]), t, k) for t in range(tokens) for k in range(slots))
     acts, scales, rows = [], [], {}
     for expert, token, slot in routes:
-        both = gemm(given["x"][token], given["x_sf"][token], given["l1_w"][expert], given["l1_w_sf"][expert], dot)
+        both = gemm(
+            given["x"][token], given["x_sf"][token], given["l1_w"][expert], given["l1_w_sf"][expert], dot
+        )
         gate, up = both.chunk(2) if not swap else both.chunk(2)[::-1]
         gate, up = gate_bounds(before(gate)), up_bounds(before(up))
         value = (gate * (1 / (1 + cuda_expf(-gate)))) * up
@@ -70,12 +72,19 @@ def launch(
         code = e4m3_saturating((weighted.view(-1, 64) * (1 / scale)[:, None]).numpy().reshape(-1))
         acts.append(torch.from_numpy(code))
         scales.append(scale)
-        rows[slot, token] = gemm(acts[-1], scale, given["l2_w"][expert], given["l2_w_sf"][expert], dot).bfloat16()
+        rows[slot, token] = gemm(
+            acts[-1], scale, given["l2_w"][expert], given["l2_w_sf"][expert], dot
+        ).bfloat16()
     y = torch.zeros(tokens, given["x"].shape[1])
     for slot in order(slots):
         y = y + torch.stack([rows[slot, token] for token in range(tokens)]).float()
     combine = torch.stack([rows[slot, token] for slot in range(slots) for token in range(tokens)])
-    return {"l2_acts": torch.stack(acts), "l2_acts_sf": torch.stack(scales), "combine": combine, "y": y.bfloat16()}
+    return {
+        "l2_acts": torch.stack(acts),
+        "l2_acts_sf": torch.stack(scales),
+        "combine": combine,
+        "y": y.bfloat16(),
+    }
 
 
 def clamped(scene: Scene) -> dict[str, Rows]:

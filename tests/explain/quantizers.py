@@ -1,6 +1,8 @@
-"""Quantizers in NumPy and ml_dtypes, one function a step, so that a fault is a different function in one place.
+"""Quantizers in NumPy and ml_dtypes, one function a step, so that a fault is a different function in one
+place.
 
-Written for the faults of this directory alone; nothing here is shared with the reference or with the explainer.
+Written for the faults of this directory alone; nothing here is shared with the reference or with the
+explainer.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def e4m3_values() -> np.ndarray:
 
 
 def nearest_code(values: np.ndarray, table: np.ndarray, ties: str) -> np.ndarray:
-    """Index of the nearest entry of an ascending table of magnitudes. ties: "even" (index), "away", "zero", "down"."""
+    """Index of the nearest entry of an ascending table of magnitudes. ties: "even" (index), "away", "zero",
+    "down".
+    """
     magnitude = np.abs(values).astype(np.float64)
     low = np.clip(np.searchsorted(table, magnitude, side="right") - 1, 0, len(table) - 1)
     high = np.minimum(low + 1, len(table) - 1)
@@ -65,7 +69,12 @@ def words(scale_bytes: np.ndarray) -> np.ndarray:
 
 
 def group_amax(hidden: np.ndarray, group: int) -> np.ndarray:
-    return np.nan_to_num(np.abs(hidden), nan=0.0, posinf=np.inf).reshape(hidden.shape[0], -1, group).max(2).astype(F)
+    return (
+        np.nan_to_num(np.abs(hidden), nan=0.0, posinf=np.inf)
+        .reshape(hidden.shape[0], -1, group)
+        .max(2)
+        .astype(F)
+    )
 
 
 def ceil_power(scale: np.ndarray) -> np.ndarray:

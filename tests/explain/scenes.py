@@ -1,4 +1,6 @@
-"""Calls that faults are planted in: inputs that discriminate, and the expected outputs, which come from the reference."""
+"""Calls that faults are planted in: inputs that discriminate, and the expected outputs, which come from the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from reference.layouts import get_layout
 
 @dataclass(frozen=True)
 class Scene:
-    """op, params, inputs, expected: as in a bundle's case. dtypes: real dtypes of byte tensors. layouts: by output."""
+    """op, params, inputs, expected: as in a bundle's case. dtypes: real dtypes of byte tensors. layouts: by
+    output.
+    """
 
     op: str | None
     params: dict[str, Any]
@@ -35,8 +39,9 @@ class Scene:
 
 
 def hidden_states(tokens: int, hidden: int, seed: int, group: int = 32, kind: str = "spread") -> Tensor:
-    """bf16. "spread": every group at its own magnitude, with exact powers of two, zeros, tiny and subnormal groups among
-    them ("infs": with infinities, "tiny": with whole rows below the floors). "ties": multiples of small powers of two, so that quotients fall on midpoints."""
+    """bf16. "spread": every group at its own magnitude, with exact powers of two, zeros, tiny and subnormal
+    groups among them ("infs": with infinities, "tiny": with whole rows below the floors). "ties": multiples
+    of small powers of two, so that quotients fall on midpoints."""
     rng = np.random.default_rng(seed)
     groups = hidden // group
     exponent = rng.integers(-9, 10, (tokens, groups)).repeat(group, 1)
@@ -70,8 +75,17 @@ def routing(tokens: int, topk: int, experts: int, seed: int) -> dict[str, Tensor
     }
 
 
-def fp8_scene(tokens: int, hidden: int, seed: int = 0, *, group: int = 32, fp32: bool = False, block_m: int | None = None,
-              kind: str = "spread", pitch: int = 0) -> Scene:  # fmt: skip
+def fp8_scene(
+    tokens: int,
+    hidden: int,
+    seed: int = 0,
+    *,
+    group: int = 32,
+    fp32: bool = False,
+    block_m: int | None = None,
+    kind: str = "spread",
+    pitch: int = 0,
+) -> Scene:
     """prepare_megamoe_inputs. pitch: extra words at the end of each row of x_sf."""
     states = hidden_states(tokens, hidden, seed, group, kind)
     inputs = {"hidden_states": states, **routing(tokens, 6, 24, seed)}
@@ -79,8 +93,12 @@ def fp8_scene(tokens: int, hidden: int, seed: int = 0, *, group: int = 32, fp32:
     dtype = torch.float32 if fp32 else torch.int32
     x = torch.zeros(tokens, hidden, dtype=torch.uint8).view(torch.float8_e4m3fn)
     memory = torch.full((tokens, columns + pitch), 0x5A5A5A5A, dtype=torch.int32).view(dtype)
-    expected = {"x": x, "x_sf": memory[:, :columns],
-                "topk_idx_out": torch.zeros(tokens, 6, dtype=torch.int64), "topk_weights_out": torch.zeros(tokens, 6)}  # fmt: skip
+    expected = {
+        "x": x,
+        "x_sf": memory[:, :columns],
+        "topk_idx_out": torch.zeros(tokens, 6, dtype=torch.int64),
+        "topk_weights_out": torch.zeros(tokens, 6),
+    }
     extra: dict[str, Any] = {}
     params: dict[str, Any] = {"recipe": f"fp8_{'fp32' if fp32 else 'ue8m0'}_g{group}"}
     if block_m is not None:
@@ -89,10 +107,21 @@ def fp8_scene(tokens: int, hidden: int, seed: int = 0, *, group: int = 32, fp32:
         expected["shared_x_sf"] = pages
         extra = {"shared_x_sf": pages, "shared_block_m": block_m}
         params["shared_block_m"] = block_m
-    key = QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32 if fp32 else torch.uint8, False, GroupShape(1, group)))
-    reference.prepare_megamoe_inputs(states, inputs["topk_weights"], inputs["topk_ids"], x, expected["x_sf"],
-                                     expected["topk_idx_out"], expected["topk_weights_out"], inputs["is_padding"],
-                                     hidden_quant=key, **extra)  # fmt: skip
+    key = QuantKey(
+        torch.float8_e4m3fn, ScaleDesc(torch.float32 if fp32 else torch.uint8, False, GroupShape(1, group))
+    )
+    reference.prepare_megamoe_inputs(
+        states,
+        inputs["topk_weights"],
+        inputs["topk_ids"],
+        x,
+        expected["x_sf"],
+        expected["topk_idx_out"],
+        expected["topk_weights_out"],
+        inputs["is_padding"],
+        hidden_quant=key,
+        **extra,
+    )
     return Scene("prepare_megamoe_inputs", params, inputs, expected)
 
 
@@ -110,9 +139,19 @@ def nvfp4_scene(tokens: int, hidden: int, seed: int = 0, kind: str = "spread") -
         "topk_idx_out": torch.zeros(tokens, 6, dtype=torch.int64),
         "topk_weights_out": torch.zeros(tokens, 6),
     }
-    buffers = {name: expected[name] for name in ("x", "x_sf", "x_scales", "topk_idx_out", "topk_weights_out", "l2_alpha")}
-    reference.prepare_megamoe_nvfp4_inputs(states, inputs["topk_weights"], inputs["topk_ids"], **buffers, is_padding=inputs["is_padding"],
-                                           w2_global_scale=alpha, l2_activation_scale=0.37)  # fmt: skip
+    buffers = {
+        name: expected[name]
+        for name in ("x", "x_sf", "x_scales", "topk_idx_out", "topk_weights_out", "l2_alpha")
+    }
+    reference.prepare_megamoe_nvfp4_inputs(
+        states,
+        inputs["topk_weights"],
+        inputs["topk_ids"],
+        **buffers,
+        is_padding=inputs["is_padding"],
+        w2_global_scale=alpha,
+        l2_activation_scale=0.37,
+    )
     params = {"recipe": "nvfp4_token", "l2_activation_scale": 0.37}
     return Scene("prepare_megamoe_nvfp4_inputs", params, inputs, expected, dtypes={"x": "e2m1x2"})
 
@@ -127,9 +166,16 @@ def nvfp4_block_scene(tokens: int, hidden: int, seed: int = 0, kind: str = "spre
         "topk_idx_out": torch.zeros(tokens, 4, dtype=torch.int64),
         "topk_weights_out": torch.zeros(tokens, 4),
     }
-    reference.prepare_megamoe_nvfp4_block_inputs(states, inputs["topk_weights"], inputs["topk_ids"], **expected,
-                                                 is_padding=inputs["is_padding"])  # fmt: skip
-    return Scene("prepare_megamoe_nvfp4_block_inputs", {"recipe": "nvfp4_block"}, inputs, expected, dtypes={"x": "e2m1x2"})
+    reference.prepare_megamoe_nvfp4_block_inputs(
+        states, inputs["topk_weights"], inputs["topk_ids"], **expected, is_padding=inputs["is_padding"]
+    )
+    return Scene(
+        "prepare_megamoe_nvfp4_block_inputs",
+        {"recipe": "nvfp4_block"},
+        inputs,
+        expected,
+        dtypes={"x": "e2m1x2"},
+    )
 
 
 def eplb_scene(tokens: int, topk: int, seed: int = 0, replicas: int = 3) -> Scene:
@@ -152,11 +198,17 @@ def eplb_scene(tokens: int, topk: int, seed: int = 0, replicas: int = 3) -> Scen
     unpadded = tokens * 3 // 4
     load = inputs["expert_load"].clone()
     physical = reference.eplb_map_to_physical_and_record(
-        inputs["topk_ids"], load, inputs["logical_to_physical_map"], inputs["logical_replica_count"], torch.tensor(True),
+        inputs["topk_ids"],
+        load,
+        inputs["logical_to_physical_map"],
+        inputs["logical_replica_count"],
+        torch.tensor(True),
         torch.tensor(unpadded),
-    )  # fmt: skip
+    )
     params = {"record": True, "num_unpadded_tokens": unpadded}
-    return Scene("eplb_map_to_physical_and_record", params, inputs, {"physical_ids": physical, "expert_load": load})
+    return Scene(
+        "eplb_map_to_physical_and_record", params, inputs, {"physical_ids": physical, "expert_load": load}
+    )
 
 
 def layout_scene(name: str, seed: int = 0, code: str | None = None, fill: int = 0x5A, **params: Any) -> Scene:
@@ -167,7 +219,10 @@ def layout_scene(name: str, seed: int = 0, code: str | None = None, fill: int = 
     number = int(np.prod(shape))
     dtype = layout.logical_dtype
     if dtype == torch.float32:
-        values = torch.from_numpy((1 + np.arange(number) / number).astype(np.float32).reshape(shape) * 2.0 ** rng.integers(-9, 9, shape))
+        values = torch.from_numpy(
+            (1 + np.arange(number) / number).astype(np.float32).reshape(shape)
+            * 2.0 ** rng.integers(-9, 9, shape)
+        )
         logical = values.to(torch.float32)
     elif layout.element_bits == 4:
         logical = torch.from_numpy(rng.integers(0, 16, shape).astype(np.uint8))
@@ -175,7 +230,14 @@ def layout_scene(name: str, seed: int = 0, code: str | None = None, fill: int = 
         logical = torch.from_numpy(rng.integers(90, 150, shape).astype(np.uint8)).view(dtype)
     else:
         logical = torch.from_numpy(rng.integers(-(2**15), 2**15, shape).astype(np.int16)).view(dtype)
-    return Scene(None, params, {"logical": logical}, {"out": layout.pack(logical, fill=fill)}, {"out": layout}, code=code)
+    return Scene(
+        None,
+        params,
+        {"logical": logical},
+        {"out": layout.pack(logical, fill=fill)},
+        {"out": layout},
+        code=code,
+    )
 
 
 def plain_scene(tensor: Tensor, name: str = "output") -> Scene:
@@ -183,7 +245,15 @@ def plain_scene(tensor: Tensor, name: str = "output") -> Scene:
     return Scene(None, {}, {}, {name: tensor})
 
 
-def launch_scene(tokens: int, seed: int = 0, *, hidden: int = 256, intermediate: int = 128, experts: int = 2, clamp: float | None = 1.0) -> Scene:
+def launch_scene(
+    tokens: int,
+    seed: int = 0,
+    *,
+    hidden: int = 256,
+    intermediate: int = 128,
+    experts: int = 2,
+    clamp: float | None = 1.0,
+) -> Scene:
     """fp8_mega_moe on one rank, exact exponentials, with every stage."""
     from megamoe.suite.drivers.mega_moe import expected_fp8_mega_moe
 
@@ -215,7 +285,11 @@ def pre_dispatch_scene(tokens: int, hidden: int, seed: int = 0) -> Scene:
     """mega_moe_pre_dispatch_sm90: scales by true division, groups of 128, five rows past the tokens."""
     states = hidden_states(tokens, hidden, seed, 128)
     given = routing(tokens, 6, 24, seed)
-    inputs = {"hidden_states": states, "topk_idx_in": given["topk_ids"].to(torch.int32), "topk_weights_in": given["topk_weights"]}
+    inputs = {
+        "hidden_states": states,
+        "topk_idx_in": given["topk_ids"].to(torch.int32),
+        "topk_weights_in": given["topk_weights"],
+    }
     rows = tokens + 5
     expected = {
         "x": torch.full((rows, hidden), 0x5A, dtype=torch.uint8).view(torch.float8_e4m3fn),
@@ -223,7 +297,9 @@ def pre_dispatch_scene(tokens: int, hidden: int, seed: int = 0) -> Scene:
         "topk_idx": torch.full((rows, 6), 77),
         "topk_weights": torch.full((rows, 6), 7.0),
     }
-    reference.mega_moe_pre_dispatch_sm90(states, inputs["topk_idx_in"], inputs["topk_weights_in"], *expected.values(), tokens)
+    reference.mega_moe_pre_dispatch_sm90(
+        states, inputs["topk_idx_in"], inputs["topk_weights_in"], *expected.values(), tokens
+    )
     return Scene("mega_moe_pre_dispatch_sm90", {"num_tokens": tokens}, inputs, expected)
 
 
@@ -233,18 +309,40 @@ def fp4_launch_scene(tokens: int, seed: int = 0) -> Scene:
 
     drawn = draw_launch("sm100_fp4xfp4", (tokens,), experts=2, seed=seed)
     given, weights = drawn.inputs[0], drawn.weights[0]
-    inputs = {"x": given.x, "x_sf": given.x_sf, "topk_idx": given.topk_idx, "topk_weights": given.topk_weights,
-              "l1_w": weights.l1, "l1_w_sf": weights.l1_sf, "l2_w": weights.l2, "l2_w_sf": weights.l2_sf,
-              "l1_alphas": weights.l1_alphas, "l2_alphas": weights.l2_alphas, "a2_scales": weights.a2_scales}  # fmt: skip
-    return Scene("fp4_fp4_mega_moe", {"fast_math": False}, {k: v for k, v in inputs.items() if v is not None}, fp4_launch(inputs))
+    inputs = {
+        "x": given.x,
+        "x_sf": given.x_sf,
+        "topk_idx": given.topk_idx,
+        "topk_weights": given.topk_weights,
+        "l1_w": weights.l1,
+        "l1_w_sf": weights.l1_sf,
+        "l2_w": weights.l2,
+        "l2_w_sf": weights.l2_sf,
+        "l1_alphas": weights.l1_alphas,
+        "l2_alphas": weights.l2_alphas,
+        "a2_scales": weights.a2_scales,
+    }
+    return Scene(
+        "fp4_fp4_mega_moe",
+        {"fast_math": False},
+        {k: v for k, v in inputs.items() if v is not None},
+        fp4_launch(inputs),
+    )
 
 
 def fp4_launch(inputs: dict[str, Any]) -> dict[str, Tensor]:
     """The reference's outputs for such inputs."""
     from reference.mega_moe import Activation, ExpertWeights, LaunchConfig, RankInputs, forward
 
-    weights = ExpertWeights(inputs["l1_w"], inputs["l2_w"], inputs["l1_w_sf"], inputs["l2_w_sf"], inputs["l1_alphas"],
-                            inputs["l2_alphas"], inputs["a2_scales"])  # fmt: skip
+    weights = ExpertWeights(
+        inputs["l1_w"],
+        inputs["l2_w"],
+        inputs["l1_w_sf"],
+        inputs["l2_w_sf"],
+        inputs["l1_alphas"],
+        inputs["l2_alphas"],
+        inputs["a2_scales"],
+    )
     rank = RankInputs(inputs["x"], inputs["x_sf"], inputs["topk_idx"], inputs["topk_weights"])
     launch = LaunchConfig(128, inputs["l2_w"].shape[1])
     result = forward("sm100_fp4xfp4", [rank], [weights], [launch], Activation(fast_math=False))[0]

@@ -1,4 +1,6 @@
-"""The corpus of planted faults: the right cause first, none wrong with confidence unique, nothing on clean pairs."""
+"""The corpus of planted faults: the right cause first, none wrong with confidence unique, nothing on clean
+pairs.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,15 @@ def test_fault(fault: Fault) -> None:
 
 
 # Causes that leave part of the memory as it was, about which the explanation says nothing.
-PARTIAL = {"row_shift", "row_stride", "tile_stride", "off_by_one_tile", "mn_major_missing", "id_width", "bytes_look_like_fp32"}
+PARTIAL = {
+    "row_shift",
+    "row_stride",
+    "tile_stride",
+    "off_by_one_tile",
+    "mn_major_missing",
+    "id_width",
+    "bytes_look_like_fp32",
+}
 
 
 @pytest.mark.parametrize("fault", CORPUS, ids=lambda fault: fault.id)
@@ -64,7 +74,9 @@ def test_fault_under_noise(fault: Fault) -> None:
     """0.1% of the bytes of the outputs that the fault shows in are random besides."""
     scene = fault.scene()
     actual = {
-        name: with_noise({name: tensor}, seed=len(fault.id))[name] if differs(tensor, scene.expected[name]) else tensor
+        name: with_noise({name: tensor}, seed=len(fault.id))[name]
+        if differs(tensor, scene.expected[name])
+        else tensor
         for name, tensor in fault.actual(scene).items()
     }
     check(fault, run(scene, actual))
@@ -88,10 +100,13 @@ def test_noise_alone_is_unknown(number: int) -> None:
     scene = list(SCENES.values())[number]()
     report = run(scene, with_noise(scene.expected, seed=number))
     assert not report.equal
-    assert {(finding.cause, finding.confidence) for finding in report.findings} == {("unknown", "unknown")}, str(report)
+    assert {(finding.cause, finding.confidence) for finding in report.findings} == {("unknown", "unknown")}, (
+        str(report)
+    )
 
 
-# Causes that need more than two recordings of one call, or that replace another one's name: they have tests of their own.
+# Causes that need more than two recordings of one call, or that replace another one's name: they have tests
+# of their own.
 ELSEWHERE = {"stale", "inf_handling", "scale_ceiling", "product_of_scales", "fast_math", "unknown"}
 
 

@@ -1,4 +1,6 @@
-"""`megamoe explain` and `megamoe layout` on files: bundles, safetensors, .pt, .npy, and everything that is refused."""
+"""`megamoe explain` and `megamoe layout` on files: bundles, safetensors, .pt, .npy, and everything that is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ FAULTS = {fault.id: fault for fault in CORPUS}
 
 def case_of(scene: Scene, outputs: dict[str, Tensor], name: str = "case") -> Case:
     recorded = {
-        key: RecordedOutput(t, scene.dtypes.get(key, str(t.dtype).removeprefix("torch.")), tuple(t.shape), t.stride())
+        key: RecordedOutput(
+            t, scene.dtypes.get(key, str(t.dtype).removeprefix("torch.")), tuple(t.shape), t.stride()
+        )
         for key, t in outputs.items()
     }
     return Case(name, scene.op or "", scene.params, scene.inputs, recorded)
@@ -43,7 +47,14 @@ def write_pair(folder: Path, scene: Scene, actual: dict[str, Tensor]) -> tuple[P
 
 
 @pytest.mark.parametrize(
-    "name", ["scale_rounding_floor-fp8", "wrong_block_m-128-bm64", "nibble_order-x-two", "padded_tokens_counted-k4", "clamp_missing-sm90"]
+    "name",
+    [
+        "scale_rounding_floor-fp8",
+        "wrong_block_m-128-bm64",
+        "nibble_order-x-two",
+        "padded_tokens_counted-k4",
+        "clamp_missing-sm90",
+    ],
 )
 def test_bundles(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
@@ -55,7 +66,16 @@ def test_bundles(name: str, tmp_path: Path) -> None:
     assert found["equal"] is False
     assert {(each["cause"], each["confidence"]) for each in found["findings"]} == {(fault.cause, "unique")}
     for each in found["findings"]:
-        assert list(each) == ["output", "cause", "confidence", "alternatives", "count", "total", "where", "examples"]
+        assert list(each) == [
+            "output",
+            "cause",
+            "confidence",
+            "alternatives",
+            "count",
+            "total",
+            "where",
+            "examples",
+        ]
         assert 0 < each["count"] <= each["total"]
         assert each["examples"]
     page = (tmp_path / "page.html").read_text()
@@ -96,7 +116,11 @@ def test_stale_rows_of_an_earlier_case(tmp_path: Path) -> None:
     f.raw(actual["x"])[40:] = f.raw(before.expected["x"])[40:]
     paths = tmp_path / "expected.safetensors", tmp_path / "actual.safetensors"
     for path, outputs in zip(paths, (now.expected, actual), strict=True):
-        write_bundle(path, [case_of(before, before.expected, "first"), case_of(now, outputs, "second")], producer="test")
+        write_bundle(
+            path,
+            [case_of(before, before.expected, "first"), case_of(now, outputs, "second")],
+            producer="test",
+        )
     code, out, _ = run(*paths, "--json")
     (finding,) = json.loads(out)["findings"]
     assert code == 1
@@ -129,10 +153,16 @@ def save(path: Path, tensor: Tensor) -> Path:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".npy"])
-@pytest.mark.parametrize("options", [["--layout", "swizzle_128x4", "--param", "rows=256", "--param", "groups=8"], []], ids=["layout", "nothing"])
+@pytest.mark.parametrize(
+    "options",
+    [["--layout", "swizzle_128x4", "--param", "rows=256", "--param", "groups=8"], []],
+    ids=["layout", "nothing"],
+)
 def test_bare_files(suffix: str, options: list[str], tmp_path: Path) -> None:
     expected, actual = swizzle_pair()
-    code, out, _ = run(save(tmp_path / f"e{suffix}", expected), save(tmp_path / f"a{suffix}", actual), "--json", *options)
+    code, out, _ = run(
+        save(tmp_path / f"e{suffix}", expected), save(tmp_path / f"a{suffix}", actual), "--json", *options
+    )
     (finding,) = json.loads(out)["findings"]
     assert code == 1
     assert (finding["cause"], finding["confidence"]) == ("swizzle_128x4_missing", "unique")
@@ -149,7 +179,10 @@ def test_layout_sizes_are_read_off_the_tensor(tmp_path: Path) -> None:
 
 def test_nothing_known_and_nothing_found(tmp_path: Path) -> None:
     g = torch.Generator().manual_seed(0)
-    pair = [save(tmp_path / f"{side}.npy", torch.randint(0, 256, (40, 50), generator=g, dtype=torch.uint8)) for side in "ea"]
+    pair = [
+        save(tmp_path / f"{side}.npy", torch.randint(0, 256, (40, 50), generator=g, dtype=torch.uint8))
+        for side in "ea"
+    ]
     code, out, _ = run(*pair, "--json")
     assert code == 1
     assert [(e["cause"], e["confidence"]) for e in json.loads(out)["findings"]] == [("unknown", "unknown")]
@@ -166,23 +199,6 @@ def test_files_of_two_kinds(tmp_path: Path) -> None:
 def _text(path: Path) -> Path:
     path.write_text("no tensors")
     return path
-
-
-REFUSED: dict[str, tuple[Any, list[str], str]] = {
-    "no_file": (lambda d: (d / "none.pt", d / "none.pt"), [], "no such file"),
-    "suffix": (lambda d: (_text(d / "a.txt"), _text(d / "b.txt")), [], "expected a file ending in"),
-    "not_safetensors": (lambda d: (_text(d / "a.safetensors"), _text(d / "b.safetensors")), [], "cannot be read"),
-    "not_npy": (lambda d: (_text(d / "a.npy"), _text(d / "b.npy")), [], "cannot be read"),
-    "unknown_layout": (lambda d: _same(d, (8, 8)), ["--layout", "none"], "expected one of"),
-    "missing_size": (lambda d: _same(d, (8, 8)), ["--layout", "shared_scale_pages"], "--param block_m=..."),
-    "wrong_size": (lambda d: _same(d, (8, 8)), ["--layout", "swizzle_128x4", "--param", "rows=256", "--param", "groups=8"], "is stored as"),
-    "bad_param": (lambda d: _same(d, (8, 8)), ["--param", "rows"], "NAME=VALUE"),
-    "unknown_output": (lambda d: _many(d), ["--output", "none"], "no tensor 'none'"),
-    "layout_of_many": (lambda d: _many(d), ["--layout", "row_major"], "name it with --output"),
-    "nothing_shared": (lambda d: (_dict(d / "a.pt", "p", "q"), _dict(d / "b.pt", "r", "s")), [], "share no tensor"),
-    "not_tensors": (lambda d: (_pickled(d / "a.pt"), _pickled(d / "b.pt")), [], "expected a tensor"),
-    "unknown_case": (lambda d: write_pair(d, fp8_scene(20, 256), fp8_scene(20, 256).expected), ["--case", "none"], "no case matches"),
-}
 
 
 def _same(folder: Path, shape: tuple[int, int]) -> tuple[Path, Path]:
@@ -202,6 +218,39 @@ def _many(folder: Path) -> tuple[Path, Path]:
 def _pickled(path: Path) -> Path:
     torch.save({"a": 1}, path)
     return path
+
+
+REFUSED: dict[str, tuple[Any, list[str], str]] = {
+    "no_file": (lambda d: (d / "none.pt", d / "none.pt"), [], "no such file"),
+    "suffix": (lambda d: (_text(d / "a.txt"), _text(d / "b.txt")), [], "expected a file ending in"),
+    "not_safetensors": (
+        lambda d: (_text(d / "a.safetensors"), _text(d / "b.safetensors")),
+        [],
+        "cannot be read",
+    ),
+    "not_npy": (lambda d: (_text(d / "a.npy"), _text(d / "b.npy")), [], "cannot be read"),
+    "unknown_layout": (lambda d: _same(d, (8, 8)), ["--layout", "none"], "expected one of"),
+    "missing_size": (lambda d: _same(d, (8, 8)), ["--layout", "shared_scale_pages"], "--param block_m=..."),
+    "wrong_size": (
+        lambda d: _same(d, (8, 8)),
+        ["--layout", "swizzle_128x4", "--param", "rows=256", "--param", "groups=8"],
+        "is stored as",
+    ),
+    "bad_param": (lambda d: _same(d, (8, 8)), ["--param", "rows"], "NAME=VALUE"),
+    "unknown_output": (_many, ["--output", "none"], "no tensor 'none'"),
+    "layout_of_many": (_many, ["--layout", "row_major"], "name it with --output"),
+    "nothing_shared": (
+        lambda d: (_dict(d / "a.pt", "p", "q"), _dict(d / "b.pt", "r", "s")),
+        [],
+        "share no tensor",
+    ),
+    "not_tensors": (lambda d: (_pickled(d / "a.pt"), _pickled(d / "b.pt")), [], "expected a tensor"),
+    "unknown_case": (
+        lambda d: write_pair(d, fp8_scene(20, 256), fp8_scene(20, 256).expected),
+        ["--case", "none"],
+        "no case matches",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -234,9 +283,15 @@ def run_layout(*arguments: str) -> tuple[int, str, str]:
 
 
 def test_layout_in_the_terminal() -> None:
-    code, out, _ = run_layout("shared_scale_pages", "--shape", "200x8", "--param", "block_m=64", "--from", "128", "--rows", "2")
+    code, out, _ = run_layout(
+        "shared_scale_pages", "--shape", "200x8", "--param", "block_m=64", "--from", "128", "--rows", "2"
+    )
     assert code == 0
-    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.split()[:1] in (["128"], ["129"])}
+    rows = {
+        line.split()[0]: line.split()[1:]
+        for line in out.splitlines()
+        if line.split()[:1] in (["128"], ["129"])
+    }
     assert rows == {"128": [f"64,{g}" for g in range(8)], "129": [f"96,{g}" for g in range(8)]}
     assert "padding" in out
 

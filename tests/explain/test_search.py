@@ -1,4 +1,6 @@
-"""What the search may and may not claim: pairs of changes, ambiguities and what decides them, residues, places in words."""
+"""What the search may and may not claim: pairs of changes, ambiguities and what decides them, residues,
+places in words.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def test_interleave_of_32_rows_is_ambiguous_and_48_decide() -> None:
 def test_scales_alone_cannot_tell_a_rounding_from_a_step() -> None:
     """Without a scale that is a power of two, and without the payload, rounding down is one step less."""
     scene = fp8_scene(32, 512, kind="ties", seed=4)
-    # No group's amax is 448 times a power of two any more, and rounding to nearest would keep every second one.
+    # No group's amax is 448 times a power of two any more, and rounding to nearest would keep every second
+    # one.
     factor = torch.where(torch.arange(512) // 32 % 2 == 0, 1.25, 1.75)
     hidden = scene.inputs["hidden_states"].float() * factor
     scene = _staged(hidden.bfloat16(), scene)
@@ -62,9 +65,13 @@ def test_scales_alone_cannot_tell_a_rounding_from_a_step() -> None:
     assert {finding.cause, *finding.alternatives} >= {"scale_minus_one", "scale_rounding_floor"}
     assert "payload" in finding.decide
     # The payload decides.
-    both = explain({"x": scene.expected["x"], "x_sf": wrong}, {n: scene.expected[n] for n in ("x", "x_sf")}, **arguments)
+    both = explain(
+        {"x": scene.expected["x"], "x_sf": wrong}, {n: scene.expected[n] for n in ("x", "x_sf")}, **arguments
+    )
     assert [(g.cause, g.confidence) for g in both.findings] == [("scale_minus_one", "unique")]
-    follows = explain(f.fp8(power=f.q.floor_power)(scene), {n: scene.expected[n] for n in ("x", "x_sf")}, **arguments)
+    follows = explain(
+        f.fp8(power=f.q.floor_power)(scene), {n: scene.expected[n] for n in ("x", "x_sf")}, **arguments
+    )
     assert {(g.cause, g.confidence) for g in follows.findings} == {("scale_rounding_floor", "unique")}
 
 
@@ -81,7 +88,9 @@ def _staged(hidden: torch.Tensor, scene: Scene) -> Scene:
 def test_a_replay_that_would_change_another_output_is_no_explanation() -> None:
     """The payload shows rounding down, but the scales are right: no single change of arithmetic does that."""
     scene = fp8_scene(40, 256)
-    actual = {n: f.copied(t) for n, t in scene.expected.items()} | {"x": f.fp8(power=f.q.floor_power)(scene)["x"]}
+    actual = {n: f.copied(t) for n, t in scene.expected.items()} | {
+        "x": f.fp8(power=f.q.floor_power)(scene)["x"]
+    }
     report = explain(actual, scene.expected, op=scene.op, params=scene.params, inputs=scene.inputs)
     assert [(g.output, g.confidence) for g in report.findings] == [("x", "unknown")]
 
@@ -91,7 +100,10 @@ def test_two_outputs_with_a_cause_each() -> None:
     actual = {n: f.copied(t) for n, t in scene.expected.items()}
     actual |= f.swapped("x", (3, 9))(scene) | f.reversed_words("x_sf")(scene)
     report = explain(actual, scene.expected, op=scene.op, params=scene.params, inputs=scene.inputs)
-    assert {(g.output, g.cause, g.confidence) for g in report.findings} == {("x", "swapped_rows", "unique"), ("x_sf", "byte_order", "unique")}
+    assert {(g.output, g.cause, g.confidence) for g in report.findings} == {
+        ("x", "swapped_rows", "unique"),
+        ("x_sf", "byte_order", "unique"),
+    }
 
 
 def test_an_expected_side_that_is_not_the_references_is_not_replayed() -> None:
@@ -99,7 +111,13 @@ def test_an_expected_side_that_is_not_the_references_is_not_replayed() -> None:
     expected = {n: f.copied(t) for n, t in scene.expected.items()}
     f.raw(expected["x"])[:] ^= 1
     actual = {n: f.copied(t) for n, t in expected.items()} | {"x": f.copied(scene.expected["x"])}
-    report = explain(actual, expected, op=scene.op, params={}, inputs={k: v for k, v in scene.inputs.items() if k == "hidden_states"})
+    report = explain(
+        actual,
+        expected,
+        op=scene.op,
+        params={},
+        inputs={k: v for k, v in scene.inputs.items() if k == "hidden_states"},
+    )
     assert report.findings[0].confidence == "unknown"
     assert report.notes
 
@@ -124,7 +142,10 @@ def test_unrelated_data_is_unknown() -> None:
 
 
 def test_every_alternative_has_something_that_decides() -> None:
-    assert all(cause.meaning and (cause.decide or cause.family == "form" or cause.name == "unknown") for cause in CAUSES.values())
+    assert all(
+        cause.meaning and (cause.decide or cause.family == "form" or cause.name == "unknown")
+        for cause in CAUSES.values()
+    )
 
 
 # ---- where
@@ -133,7 +154,16 @@ def test_every_alternative_has_something_that_decides() -> None:
 def words(shape: tuple[int, ...], mask: torch.Tensor) -> str:
     layout = PlainLayout(shape, 8)
     expected = torch.zeros(shape, dtype=torch.uint8)
-    subject = Subject("x", expected.reshape(-1), mask.to(torch.uint8).reshape(-1), 8, layout, "values", "uint8", storage_dims(layout))
+    subject = Subject(
+        "x",
+        expected.reshape(-1),
+        mask.to(torch.uint8).reshape(-1),
+        8,
+        layout,
+        "values",
+        "uint8",
+        storage_dims(layout),
+    )
     return in_words(subject, subject.positions)
 
 
@@ -158,7 +188,9 @@ def at(shape: tuple[int, ...], *index: slice | int | list[int]) -> torch.Tensor:
         ((64, 32), (7, 9), "row 7, column 9"),
     ],
 )
-def test_where_in_words(shape: tuple[int, ...], index: tuple[slice | int | list[int], ...], expected: str) -> None:
+def test_where_in_words(
+    shape: tuple[int, ...], index: tuple[slice | int | list[int], ...], expected: str
+) -> None:
     assert words(shape, at(shape, *index)) == expected
 
 

@@ -52,7 +52,13 @@ def test_message_with_a_layout_by_name() -> None:
     expected = layout.pack(torch.arange(100, 148, dtype=torch.uint8).view(6, 8))
     actual = expected.view(torch.uint8).view(6, 2, 4).flip(2).contiguous().view(torch.int32).view(6, 2)
     with pytest.raises(BitwiseError) as caught:
-        assert_bitwise(actual, expected, layout="packed_scale_rows", params={"tokens": 6, "groups": 8}, message="my kernel")
+        assert_bitwise(
+            actual,
+            expected,
+            layout="packed_scale_rows",
+            params={"tokens": 6, "groups": 8},
+            message="my kernel",
+        )
     text = str(caught.value)
     assert text.splitlines()[0] == "my kernel"
     assert "byte_order (unique)" in text
@@ -120,15 +126,27 @@ def test_artifacts(tmp_path: Path) -> None:
     fault = FAULTS["scale_rounding_floor-small"]
     scene = fault.scene()
     with pytest.raises(BitwiseError) as caught:
-        assert_bitwise(fault.actual(scene), scene.expected, op=scene.op, params=scene.params, inputs=scene.inputs, message="my test",
-                       artifacts=tmp_path)  # fmt: skip
+        assert_bitwise(
+            fault.actual(scene),
+            scene.expected,
+            op=scene.op,
+            params=scene.params,
+            inputs=scene.inputs,
+            message="my test",
+            artifacts=tmp_path,
+        )
     assert caught.value.page == tmp_path / "my_test.html"
     assert "scale_rounding_floor" in caught.value.page.read_text()
     for side, outputs in (("expected", scene.expected), ("actual", fault.actual(scene))):
         (case,) = read_bundle(tmp_path / f"my_test.{side}.safetensors").cases
         assert case.op == scene.op
         assert set(case.inputs) == set(scene.inputs)
-        assert all(torch.equal(case.outputs[n].tensor.contiguous().view(torch.uint8), t.contiguous().view(torch.uint8)) for n, t in outputs.items())
+        assert all(
+            torch.equal(
+                case.outputs[n].tensor.contiguous().view(torch.uint8), t.contiguous().view(torch.uint8)
+            )
+            for n, t in outputs.items()
+        )
 
 
 def test_plugin(pytester: pytest.Pytester) -> None:
@@ -142,7 +160,13 @@ def test_plugin(pytester: pytest.Pytester) -> None:
     """)
     result = pytester.runpytest_subprocess("-p", "megamoe.testing_plugin", "--megamoe-artifacts=left")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*transposed (unique)*", "*page: *left*test_kernel.html*", "*megamoe explain *expected.safetensors *actual.safetensors*"])
+    result.stdout.fnmatch_lines(
+        [
+            "*transposed (unique)*",
+            "*page: *left*test_kernel.html*",
+            "*megamoe explain *expected.safetensors *actual.safetensors*",
+        ]
+    )
     assert len(list((pytester.path / "left").iterdir())) == 3
 
 
@@ -152,7 +176,8 @@ def test_equal_outputs_cost_only_the_comparison() -> None:
     import sys
 
     code = (
-        "import sys, torch; from megamoe.testing import assert_bitwise; t = torch.zeros(8, 8); assert_bitwise(t, t.clone());"
+        "import sys, torch; from megamoe.testing import assert_bitwise; "
+        "t = torch.zeros(8, 8); assert_bitwise(t, t.clone());"
         "assert 'megamoe.explain.variants_staging' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -161,4 +186,10 @@ def test_equal_outputs_cost_only_the_comparison() -> None:
 def test_scene_is_what_a_kernel_would_be_given() -> None:
     """The expected sides of the corpus are the reference's, so that replays apply to them."""
     scene = fp8_scene(40, 256)
-    assert_bitwise({n: f.copied(t) for n, t in scene.expected.items()}, scene.expected, op=scene.op, params=scene.params, inputs=scene.inputs)
+    assert_bitwise(
+        {n: f.copied(t) for n, t in scene.expected.items()},
+        scene.expected,
+        op=scene.op,
+        params=scene.params,
+        inputs=scene.inputs,
+    )
