@@ -277,6 +277,12 @@ _ROWS: tuple[tuple[str, Family, str, str], ...] = (
         "scales with long significands, values next to midpoints",
     ),
     (
+        "special_codes",
+        "recipe",
+        "UE8M0 bytes 0 and 255 were decoded as the format says (2^-127, NaN) instead of by the shift (0, inf)",
+        "bytes 0 and 255",
+    ),
+    (
         "scale_ceiling",
         "recipe",
         "the block scale has another upper bound",
@@ -417,3 +423,31 @@ _ROWS: tuple[tuple[str, Family, str, str], ...] = (
 )
 
 CAUSES: dict[str, Cause] = {row[0]: Cause(*row) for row in _ROWS}
+
+_TITLES: tuple[tuple[Family, str], ...] = (
+    ("layout", "Right bytes in wrong places"),
+    ("recipe", "Other arithmetic"),
+    ("routing", "Ids, weights and load"),
+    ("kind", "Patterns"),
+    ("form", "Form"),
+)
+
+
+def as_markdown() -> str:
+    """The vocabulary as tables, for docs/explain.md."""
+    lines: list[str] = []
+    for family, title in _TITLES:
+        lines += [
+            f"### {title}",
+            "",
+            "| cause | what the actual side did | what settles a doubt |",
+            "|---|---|---|",
+        ]
+        rows = [cause for cause in CAUSES.values() if cause.family == family]
+        lines += [f"| `{cause.name}` | {cause.meaning} | {cause.decide} |" for cause in rows]
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(as_markdown())

@@ -7,6 +7,7 @@ exponent through log2, an outer scale that is dropped) is a small function besid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,7 @@ from megamoe.explain.variants import (
     turned,
 )
 from reference import eplb, formats, routing, scale_pages, staging
-from reference.fp8 import Fp8Groups, quantize_fp8_groups
+from reference.fp8 import Fp8Groups, group_scales, quantize_fp8_groups
 from reference.nvfp4 import quantize_nvfp4
 from reference.recipes import RECIPES, Fp8GroupRecipe, Nvfp4Recipe, RoutingRecipe
 from reference.routing import ROUTING
@@ -220,6 +221,7 @@ def _fp8_variants(
         yield Variant(
             "scale_rounded_after_quantization", f"scale: {division}", lambda call: outputs(call, after), 2
         )
+    yield Variant("amax_floor", "1 for zero groups only", with_groups(_floor_of_zero_groups), 2)
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         yield Variant(
@@ -240,6 +242,16 @@ def _fp8_variants(
                 with_groups(_with_exponents, "", step),
                 2 if step > 0 else 3,
             )
+
+
+def _floor_of_zero_groups(hidden: Tensor, recipe: Fp8GroupRecipe) -> Fp8Groups:
+    """No lower bound, but an amax of zero replaced by one."""
+    without = replace(recipe, amax_floor=0.0)
+    groups = quantize_fp8_groups(hidden, without)
+    scales = group_scales(torch.where(groups.amax == 0, 1.0, groups.amax), without)
+    is_zero = (groups.amax == 0).repeat_interleave(recipe.group, 1)
+    codes = groups.codes.masked_fill(is_zero, 0)
+    return Fp8Groups(codes, scales.exponents, scales.stored, groups.amax, scales.raw, scales.reciprocal)
 
 
 def _encode(values: Tensor, recipe: Fp8GroupRecipe) -> Tensor:
@@ -421,15 +433,11 @@ def _nvfp4_scale_rounding(call: Call, recipe: Nvfp4Recipe, rounding: str) -> Out
 
 def _without_outer(call: Call, recipe: Nvfp4Recipe) -> Outputs:
     """As at one level, the token scale stored but not divided by."""
-    from dataclasses import replace
-
     groups = quantize_nvfp4(_values(call), replace(recipe, levels="block"))
     return _place_nvfp4(call, recipe, groups, quantize_nvfp4(_values(call), recipe).token_scales)
 
 
 def _outer_one(call: Call, recipe: Nvfp4Recipe) -> Outputs:
-    from dataclasses import replace
-
     groups = quantize_nvfp4(_values(call), replace(recipe, levels="block"))
     return _place_nvfp4(call, recipe, groups, torch.ones(groups.codes.shape[0]))
 
@@ -463,8 +471,6 @@ def _multiplied_by_outer(call: Call, recipe: Nvfp4Recipe) -> Outputs:
     hidden = _values(call).float()
     scales = quantize_nvfp4(hidden, recipe).token_scales
     assert scales is not None
-    from dataclasses import replace
-
     groups = quantize_nvfp4(hidden * scales[:, None], replace(recipe, levels="block"))
     return _place_nvfp4(call, recipe, groups, scales)
 
@@ -649,3 +655,22 @@ def _routing_outputs(
     for name in ("topk_weights_out", "topk_weights"):
         found[name] = routed_weights
     return placed(call, found)
+
+
+# ---- decoding
+
+
+@replays("ue8m0_uint8_to_float")
+def _ue8m0(call: Call) -> Replay | None:
+    if "sf" not in call.inputs:
+        return None
+
+    def decoded(call: Call, function: Callable[[Tensor], Tensor]) -> Outputs:
+        values = function(call.inputs["sf"].view(torch.uint8))
+        return {name: values for name in call.outputs if not name.startswith("actual/")}
+
+    def variants(_: Call) -> Iterator[Variant]:
+        as_format = bound(decoded, lambda codes: formats.decode(codes, "ue8m0"))
+        yield Variant("special_codes", "", as_format, by_token=False)
+
+    return Replay(bound(decoded, formats.decode_ue8m0_shift), variants, few_tokens=_ALL)

@@ -107,7 +107,15 @@ def test_noise_alone_is_unknown(number: int) -> None:
 
 # Causes that need more than two recordings of one call, or that replace another one's name: they have tests
 # of their own.
-ELSEWHERE = {"stale", "inf_handling", "scale_ceiling", "product_of_scales", "fast_math", "unknown"}
+ELSEWHERE = {
+    "special_codes",
+    "stale",
+    "inf_handling",
+    "scale_ceiling",
+    "product_of_scales",
+    "fast_math",
+    "unknown",
+}
 
 
 def test_the_corpus_covers_the_vocabulary() -> None:

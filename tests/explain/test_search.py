@@ -206,3 +206,12 @@ def test_plain_scene_names_nothing_it_does_not_know() -> None:
     actual = scene.expected["output"] * 1.01
     (finding,) = explain(actual, scene.expected["output"]).findings
     assert (finding.cause, finding.confidence) == ("unknown", "unknown")
+
+
+def test_the_documentation_has_every_cause() -> None:
+    from pathlib import Path
+
+    from megamoe.explain.causes import as_markdown
+
+    page = (Path(__file__).parents[2] / "docs" / "explain.md").read_text()
+    assert page.endswith(as_markdown() + "\n"), "python -m megamoe.explain.causes writes the tables"
