@@ -5,7 +5,6 @@ the chain id -> replica count -> physical id runs beside the quantization, not a
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls, allow-incomplete-defs
-# mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005  (kernel language: sums of tuples)
 
 from typing import Any
