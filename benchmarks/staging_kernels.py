@@ -28,7 +28,8 @@ CANDIDATES = {
 
 EPLB_VARIANTS = (
     ("LANE_SLOTS", 4),
-    ("COUNTING_TILES", 4),
+    ("COUNTING_PROGRAMS", 64),
+    ("COUNTING_TILES", 64),
     ("COUNTING_SLOTS", 4096),
     ("MAX_LOAD_BINS", 0),
 )

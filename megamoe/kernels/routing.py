@@ -5,8 +5,6 @@ the chain id -> replica count -> physical id runs beside the quantization, not a
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls, allow-incomplete-defs
-# ruff: noqa: RUF005  (kernel language: sums of tuples)
-
 from typing import Any
 
 import torch
@@ -28,13 +26,14 @@ UNSPECIALIZED = [*UNSPECIALIZED_ROUTED, "shared_block_m", "shared_page_rows"]
 
 
 @triton.jit
-def map_and_record(ids, tokens, mask, eplb, LOAD_BINS: tl.constexpr):
-    """(physical ids of logical ids [tokens, K], the same where they count for the load and -1 elsewhere).
+def map_and_record(ids, tokens, mask, eplb, found, LOAD_BINS: tl.constexpr):
+    """(physical ids of logical ids [tokens, K], load counted so far).
 
     The replica is hash(token) modulo the replica count, with the hash in unsigned 32-bit arithmetic.
     Ids outside [0, num_logical) become -1. `record` points to the record flag; `num_unpadded` points
     to the number of tokens whose load counts, or is None where all do.
-    LOAD_BINS: 0 to add to the load here, slot by slot, which is slow where many slots meet in few counters.
+    LOAD_BINS: a power of two not below num_physical to count in `found` [LOAD_BINS] for `add_load`; 0 to
+    add to the load slot by slot, which is slow where many slots meet in few counters.
     """
     (
         expert_map,
@@ -60,22 +59,17 @@ def map_and_record(ids, tokens, mask, eplb, LOAD_BINS: tl.constexpr):
     physical = tl.load(
         expert_map + safe_ids * expert_map_stride + replica * slot_stride, mask=mapped, other=-1
     ).to(tl.int64)
-    limit = 0x7FFFFFFF
-    if num_unpadded is not None:
-        limit = tl.load(num_unpadded)
-    limit = tl.where(tl.load(record) != 0, limit, 0)
-    counts = mapped & (physical >= 0) & (physical < num_physical) & (tokens < limit)
-    if LOAD_BINS == 0:
-        # The order of the additions does not matter and nothing waits for them.
-        tl.atomic_add(load + physical * load_stride, 1, mask=counts, sem="relaxed")
-    return physical, tl.where(counts, physical, -1).to(tl.int32)
-
-
-@triton.jit
-def count_load(found, countable, LOAD_BINS: tl.constexpr):
-    """Adds the slots of a tile to a program's counts [LOAD_BINS], a power of two not below num_physical."""
-    flat = tl.reshape(countable, (countable.numel,))
-    return found + tl.histogram(tl.maximum(flat, 0), LOAD_BINS, mask=flat >= 0)
+    if tl.load(record) != 0:
+        counts = mapped & (physical >= 0) & (physical < num_physical)
+        if num_unpadded is not None:
+            counts = counts & (tokens < tl.load(num_unpadded))
+        if LOAD_BINS == 0:
+            # The order of the additions does not matter and nothing waits for them.
+            tl.atomic_add(load + physical * load_stride, 1, mask=counts, sem="relaxed")
+        else:
+            flat = tl.reshape(tl.where(counts, physical, 0).to(tl.int32), (physical.numel,))
+            found += tl.histogram(flat, LOAD_BINS, mask=tl.reshape(counts, (physical.numel,)))
+    return physical, found
 
 
 @triton.jit
@@ -120,9 +114,8 @@ def store_topk(
         is_padding_stride,
     ) = topk
     slots = tl.arange(0, TOPK_PADDED)[None, :]
-    # All tiles are mapped before the first is counted: their loads do not wait for one another.
-    countables = ()
-    for tile in tl.static_range(TILES):
+    found = tl.zeros((LOAD_BINS if LOAD_BINS else 1,), tl.int32)
+    for tile in range(TILES):
         tokens = (program * TILES + tile) * TOKENS + tl.arange(0, TOKENS)
         live = tokens < num_tokens
         mask = live[:, None] & (slots < TOPK)
@@ -137,16 +130,12 @@ def store_topk(
             weights = tl.where(padded[:, None], PADDING_WEIGHT, weights)
         if eplb is not None:
             token_of_slot = tl.broadcast_to(tokens[:, None], (TOKENS, TOPK_PADDED))
-            ids, countable = map_and_record(ids, token_of_slot, mask, eplb, LOAD_BINS)
-            countables = countables + (countable,)
+            ids, found = map_and_record(ids, token_of_slot, mask, eplb, found, LOAD_BINS)
         tl.store(topk_idx_out + rows * idx_out_stride_m + slots * idx_out_stride_k, ids, mask=mask)
         tl.store(
             topk_weights_out + rows * weights_out_stride_m + slots * weights_out_stride_k, weights, mask=mask
         )
     if LOAD_BINS != 0:
-        found = tl.zeros((LOAD_BINS,), tl.int32)
-        for tile in tl.static_range(TILES):
-            found = count_load(found, countables[tile], LOAD_BINS)
         add_load(eplb, found, LOAD_BINS)
 
 
@@ -158,11 +147,12 @@ def eplb_kernel(
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = position < num_ids
     ids = tl.load(topk_ids + position, mask=mask, other=-1).to(tl.int32)
+    found = tl.zeros((LOAD_BINS if LOAD_BINS else 1,), tl.int32)
     tokens = (position // num_slots).to(tl.int32)
-    physical, countable = map_and_record(ids, tokens, mask, eplb, LOAD_BINS)
+    physical, found = map_and_record(ids, tokens, mask, eplb, found, LOAD_BINS)
     tl.store(physical_ids + position, physical, mask=mask)
     if LOAD_BINS != 0:
-        add_load(eplb, count_load(tl.zeros((LOAD_BINS,), tl.int32), countable, LOAD_BINS), LOAD_BINS)
+        add_load(eplb, found, LOAD_BINS)
 
 
 def pack_topk(

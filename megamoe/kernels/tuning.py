@@ -39,7 +39,8 @@ TOKEN_RULES = (
 NORM_TILE = Tile(1, 2048, 4)
 LANE_SLOTS = 1  # token slots of a lane in a routing tile: more of them cost the quantizers' registers
 COUNTING_SLOTS = 16384  # token slots of a call from which a program counts the load before it adds it
-COUNTING_TILES = 8  # tiles of such a program
+COUNTING_PROGRAMS = 32  # as many programs share the counting, until a program has COUNTING_TILES tiles
+COUNTING_TILES = 8
 MAX_LOAD_BINS = 1024
 
 
@@ -113,7 +114,8 @@ def routing_tile(
         return RoutingTile(limit, 1, bins if limit * padded >= bins else 0)
     tokens = max(32 * num_warps * LANE_SLOTS // padded, 1)
     if bins and num_tokens * topk >= COUNTING_SLOTS:
-        return RoutingTile(tokens, COUNTING_TILES, bins)
+        tiles = num_tokens // (tokens * COUNTING_PROGRAMS)
+        return RoutingTile(tokens, min(max(power_of_two(tiles), 1), COUNTING_TILES), bins)
     return RoutingTile(min(tokens, limit), 1, 0)
 
 
