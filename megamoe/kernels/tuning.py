@@ -39,7 +39,7 @@ TOKEN_RULES = (
 NORM_TILE = Tile(1, 2048, 4)
 LANE_SLOTS = 1  # token slots of a lane in a routing tile: more of them cost the quantizers' registers
 COUNTING_SLOTS = 16384  # token slots of a call from which a program counts the load before it adds it
-COUNTING_PROGRAMS = 32  # as many programs share the counting, until a program has COUNTING_TILES tiles
+COUNTING_PROGRAMS = 64  # as many programs share the counting, until a program has COUNTING_TILES tiles
 COUNTING_TILES = 8
 MAX_LOAD_BINS = 1024
 
