@@ -63,8 +63,11 @@ def test_files_that_are_named_exist(page):
 def test_the_readme_has_what_ci_runs():
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (tests,) = re.findall(r'^pip install "\.\[test\]" && (pytest.*)$', readme, re.MULTILINE)
+    ((torch, tests),) = re.findall(
+        r'^pip install (torch==\S+) "\.\[test\]" && (pytest.*)$', readme, re.MULTILINE
+    )
     assert f"\n{tests} " in ci
+    assert f'"{torch}"' in ci
 
 
 def test_the_table_of_operations_is_current():
