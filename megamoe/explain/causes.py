@@ -279,7 +279,7 @@ _ROWS: tuple[tuple[str, Family, str, str], ...] = (
     (
         "special_codes",
         "recipe",
-        "UE8M0 bytes 0 and 255 were decoded as the format says (2^-127, NaN) instead of by the shift (0, inf)",
+        "UE8M0 bytes 0 and 255 were decoded as the format says (2^-127, NaN) not by the shift (0, inf)",
         "bytes 0 and 255",
     ),
     (

@@ -149,12 +149,13 @@ def _where(
 ) -> Iterator[Given]:
     places = subject.positions
     hits = int(matches(subject.expected[places], subject.actual[places]).sum())
-    # As many as random differences would match say nothing.
-    if hits < 3 + 4 * chance * places.numel() or hits < 0.05 * places.numel():
+    # As many as random differences would match say nothing; two do if there are no others.
+    enough = 2 if hits == places.numel() else 3 + 4 * chance * places.numel()
+    if hits < enough or hits < 0.05 * places.numel():
         return
     inside = subject.different & matches(subject.expected, subject.actual)
     predicted = torch.where(inside, subject.actual, subject.expected)
-    yield Given(cause, detail, 4, predicted, by_construction=True, min_hits=3, doubts=doubts)
+    yield Given(cause, detail, 4, predicted, by_construction=True, min_hits=2, doubts=doubts)
 
 
 def _id_width(subject: Subject) -> Iterator[Given]:

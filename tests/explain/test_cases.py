@@ -1,4 +1,4 @@
-"""The faults that real implementations had (numbered as in the project's list of cases): the explainer names each."""
+"""The faults that real implementations had, numbered as in CASES: the explainer names each."""
 
 from __future__ import annotations
 
