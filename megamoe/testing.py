@@ -15,13 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
 class BitwiseError(AssertionError):
     """Two tensors differ. report: the megamoe.explain.Report, whose message the error's text is."""
 
-    def __init__(self, report: Any, left: Path | None = None) -> None:
+    def __init__(self, report: Any, left: Path | str | None = None) -> None:
         text = report.text()
         super().__init__(f"{text}\npage: {left}" if left is not None else text)
         self.report = report
@@ -56,10 +57,14 @@ def assert_bitwise(
     title. artifacts: a folder for the page and the bundles of a failure.
 
     TypeError for what is not a tensor; ValueError for outputs that only one side has, and for an unknown
-    layout or one that does not fit the tensor. The message has at most 25 lines, and one that names the page.
+    layout or one that does not fit the tensor. A page that cannot be written is said in the message, and
+    hides nothing. The message has at most 25 lines, and one that names the page.
     """
     from megamoe.explain.api import explain
 
+    if padding not in (None, "undefined"):
+        raise ValueError(f'padding: expected None or "undefined", got {padding!r}')
+    actual, expected = _plain("actual", actual), _plain("expected", expected)
     report = explain(
         actual,
         expected,
@@ -80,8 +85,29 @@ def assert_bitwise(
     page = None
     if folder:
         name = message or os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0] or op or "difference"
-        page = leave_behind(Path(folder), name, report, actual, expected, op, output, params, inputs)
+        try:
+            page = leave_behind(Path(folder), name, report, actual, expected, op, output, params, inputs)
+        except Exception as error:  # whatever keeps the files from being written, the difference is the news
+            raise BitwiseError(report, f"not written ({type(error).__name__}: {error})") from None
     raise BitwiseError(report, page)
+
+
+def _plain(side: str, value: Any) -> Any:
+    """The same tensors without lazy conjugations. TypeError for one that has no bytes of its own."""
+    if isinstance(value, Mapping):
+        if not value:
+            raise ValueError(f"{side}: expected at least one output, got an empty mapping")
+        for name in value:
+            if not isinstance(name, str):
+                raise TypeError(f"{side}: expected outputs by name, got a key {name!r}")
+        return {name: _plain(f"{side}[{name!r}]", tensor) for name, tensor in value.items()}
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{side}: expected a tensor, got {type(value).__name__}")
+    if value.is_quantized or value.is_nested or value.layout != torch.strided or value.device.type == "meta":
+        kind = "quantized" if value.is_quantized else "nested" if value.is_nested else f"{value.layout}"
+        where = " on the meta device" if value.device.type == "meta" else ""
+        raise TypeError(f"{side}: expected a dense tensor with memory of its own, got a {kind} one{where}")
+    return value.detach().resolve_conj().resolve_neg()
 
 
 def leave_behind(

@@ -110,7 +110,7 @@ def test_before_names_what_was_never_written() -> None:
 
 def test_bad_arguments() -> None:
     tensor = torch.zeros(4, 4, dtype=torch.uint8)
-    with pytest.raises(TypeError, match="expected a tensor for output, got list"):
+    with pytest.raises(TypeError, match="actual: expected a tensor, got list"):
         assert_bitwise([1, 2], tensor)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="both tensors"):
         assert_bitwise({"a": tensor}, tensor)
@@ -178,7 +178,7 @@ def test_equal_outputs_cost_only_the_comparison() -> None:
     code = (
         "import sys, torch; from megamoe.testing import assert_bitwise; "
         "t = torch.zeros(8, 8); assert_bitwise(t, t.clone());"
-        "assert 'megamoe.explain.variants_staging' not in sys.modules"
+        "assert 'megamoe.explain.variants_fp8' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -193,3 +193,40 @@ def test_scene_is_what_a_kernel_would_be_given() -> None:
         params=scene.params,
         inputs=scene.inputs,
     )
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.quint8),
+        torch.zeros(4).to_sparse(),
+        torch.zeros(4, device="meta"),
+        [0.0],
+    ],
+    ids=["quantized", "sparse", "meta", "list"],
+)
+def test_tensors_without_plain_memory_are_refused(odd):
+    with pytest.raises(TypeError, match="actual: expected a"):
+        assert_bitwise(odd, torch.zeros(4))
+    with pytest.raises(TypeError, match="expected"):
+        assert_bitwise(torch.zeros(4), odd)
+
+
+def test_nothing_to_compare_is_refused():
+    with pytest.raises(ValueError, match="actual: expected at least one output"):
+        assert_bitwise({}, {})
+    with pytest.raises(ValueError, match="padding: expected None"):
+        assert_bitwise(torch.zeros(4), torch.zeros(4), padding="undefind")
+
+
+def test_lazy_conjugates_are_compared_by_value():
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    assert_bitwise(values.conj(), values.conj().resolve_conj())
+    assert_bitwise(values.conj().imag, values.conj().imag.resolve_neg())
+
+
+def test_a_page_that_cannot_be_written_hides_no_difference(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    with pytest.raises(AssertionError, match="not written"):
+        assert_bitwise(torch.zeros(4), torch.ones(4), artifacts=blocked)
