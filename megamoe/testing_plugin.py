@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -34,7 +35,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     error = call.excinfo.value if call.excinfo is not None else None
-    if isinstance(error, BitwiseError) and error.page is not None:
+    if isinstance(error, BitwiseError) and isinstance(error.page, Path):
         bundles = " ".join(
             str(error.page.with_suffix(f".{side}.safetensors")) for side in ("expected", "actual")
         )

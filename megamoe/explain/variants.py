@@ -125,7 +125,12 @@ def replays(*operations: str) -> Callable[[Callable[[Call], Replay | None]], Cal
 
 def replay_of(call: Call) -> Replay | None:
     """The replay of a call, or None if the operation has none or the inputs do not suffice."""
-    from megamoe.explain import variants_forward, variants_staging  # noqa: F401 (they register)
+    from megamoe.explain import (  # noqa: F401 (they register)
+        variants_forward,
+        variants_fp8,
+        variants_nvfp4,
+        variants_routing,
+    )
 
     make = REPLAYS.get(call.op)
     return make(call) if make is not None else None

@@ -139,7 +139,8 @@
           const shade = shades[r * columns + c];
           if (!shade) continue;
           pen.globalAlpha = 0.25 + 0.75 * shade / 255; pen.fillStyle = bad;
-          pen.fillRect(c * w - left * zoomX, r * h - top * zoomY, Math.max(w, 1) + 0.4, Math.max(h, 1) + 0.4);
+          const x = Math.floor(c * w - left * zoomX), y = Math.floor(r * h - top * zoomY);
+          pen.fillRect(x, y, Math.max(1, Math.floor((c + 1) * w - left * zoomX) - x), Math.max(1, Math.floor((r + 1) * h - top * zoomY) - y));
         }
         pen.globalAlpha = 1;
       } else {
