@@ -22,9 +22,11 @@ from torch import Tensor
 class BitwiseError(AssertionError):
     """Two tensors differ. report: the megamoe.explain.Report, whose message the error's text is."""
 
-    def __init__(self, report: Any, left: Path | str | None = None) -> None:
+    def __init__(self, report: Any, left: Path | None = None, not_left: str = "") -> None:
         text = report.text()
-        super().__init__(f"{text}\npage: {left}" if left is not None else text)
+        super().__init__(
+            "\n".join([text, *([f"page: {left}"] if left else []), *([not_left] if not_left else [])])
+        )
         self.report = report
         self.page = left
 
@@ -88,7 +90,9 @@ def assert_bitwise(
         try:
             page = leave_behind(Path(folder), name, report, actual, expected, op, output, params, inputs)
         except Exception as error:  # whatever keeps the files from being written, the difference is the news
-            raise BitwiseError(report, f"not written ({type(error).__name__}: {error})") from None
+            raise BitwiseError(
+                report, not_left=f"page: not written ({type(error).__name__}: {error})"
+            ) from None
     raise BitwiseError(report, page)
 
 

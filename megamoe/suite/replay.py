@@ -46,9 +46,12 @@ def replay_case(case: bundle.Case, implementation: Implementation, device: str =
     skip = why_skipped(implementation, device, run) or why_not_provided(implementation)
     if skip is not None:
         return replace(result, status="skipped", skip=skip)
-    started = time.perf_counter()
     try:
         call = operation.call(params, inputs)
+    except Exception as error:  # missing or misshapen inputs, or parameters that the row does not know
+        raise CannotReplay(f"{case.case}: the recording makes no call: {describe_error(error)}") from error
+    started = time.perf_counter()
+    try:
         actual = execute(call, load(implementation.target), run.seed, device)
         outputs = compare_recorded(case.outputs, actual)
     except Exception as error:  # whatever an implementation raises is a failure of the case
