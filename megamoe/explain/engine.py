@@ -53,8 +53,7 @@ def explain_case(case: CasePair) -> Report:
     if not any(subject.count for subject in subjects):
         return Report(tuple(forms), compared)
     call = _call(case, comparable)
-    replay = replay_of(call) if call is not None else None
-    notes: list[str] = []
+    replay, notes = _replay(call)
     replayable: frozenset[str] = frozenset()
     if replay is not None and call is not None:
         replayable = _reproduced(replay, call)
@@ -80,6 +79,14 @@ def explain_case(case: CasePair) -> Report:
     order = {"unique": 0, "ambiguous": 1, "unknown": 2}
     findings.sort(key=lambda finding: order[finding.confidence])
     return Report((*forms, *findings), compared, tuple(notes), subjects=tuple(s for s in subjects if s.count))
+
+
+def _replay(call: Call | None) -> tuple[Replay | None, list[str]]:
+    """How the call is replayed, or why not, as far as the recording is to blame."""
+    try:
+        return (replay_of(call) if call is not None else None), []
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        return None, [f"the recorded call cannot be made again ({error}): no arithmetic was replayed"]
 
 
 def _equal(pair: OutputPair) -> bool:

@@ -116,13 +116,13 @@ def _pair_bundles(left: Bundle, right: Bundle, expected: Path, actual: Path, req
     for name in names:
         if name not in theirs:
             raise InputError(f"{actual}: has no case {name!r}; there are {_some(list(theirs))}")
-        case, found = _pair_cases(left[name], theirs[name], left, request)
+        case, found = pair_cases(left[name], theirs[name], left, request)
         cases.append(case)
         findings.extend(found)
     return Loaded(tuple(cases), tuple(findings))
 
 
-def _pair_cases(left: Case, right: Case, bundle: Bundle, request: Request) -> tuple[CasePair, list[Finding]]:
+def pair_cases(left: Case, right: Case, bundle: Bundle, request: Request) -> tuple[CasePair, list[Finding]]:
     wanted = [name for name in left.outputs if request.output in (None, name)]
     if not wanted:
         raise InputError(

@@ -56,8 +56,8 @@ def describe_layout(layout: Any, dtype_name: str = "", code: str | None = None) 
             dtype_name or storage, dtype_name or storage
         )
         usual = {"float8_e4m3fn": "e4m3fn"}.get(usual, usual)
-        if usual == "e4m3fn":
-            role = "payload"
+    if (code or usual) in ("e4m3fn", "e2m1"):
+        role = "payload"
     if layout.name == "packed_scale_rows" and code is None and layout.params.get("group_size") == 16:
         usual = "ue4m3"
     return Description(layout, role, code or usual, layout.element_bits, layout.storage_dtype.itemsize)
@@ -150,8 +150,11 @@ def _family(
     is_byte = tensor.element_size() == 1
     is_fp8 = dtype_name == "float8_e4m3fn" or (op == "fp8_mega_moe" and is_byte)
     found: Family | None = None
-    if output in ("x", "shared_x", "buf_x", "l1_acts", "l2_acts") and is_fp8:
+    if output in ("x", "shared_x", "buf_x") and is_fp8:
         found = "fp8_rows", {"tokens": rows, "columns": columns, **pitch}, None
+    elif output in ("l1_acts", "l2_acts") and is_fp8:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        found = "row_major", {"rows": rows, "columns": columns, "dtype": dtype, **pitch}, "e4m3fn"
     elif output in ("x", "buf_x") and is_byte and (dtype_name == "e2m1x2" or nvfp4):
         found = "e2m1_rows", {"tokens": rows, "columns": 2 * columns, **pitch}, None
     elif output in ("x_sf", "buf_x_sf") and tensor.dtype == torch.int32:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megamoe.bundle import dtype_name, raw_memory
 from megamoe.explain.outputs import Description, describe, describe_layout, plain
-from megamoe.explain.subject import PlainLayout, Subject, storage_dims, to_units
+from megamoe.explain.subject import PlainLayout, Subject, flat_of, storage_dims, to_units
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,7 @@ def same_bytes(left: Tensor, right: Tensor) -> bool:
 
 def _wide(tensor: Tensor) -> Tensor:
     """The bits as the widest integers that they can be viewed as: few comparisons, and none of floats."""
-    if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
-    flat = tensor.reshape(-1)
+    flat = flat_of(tensor)
     if flat.dtype == torch.bool:
         return flat.view(torch.uint8)
     size = flat.numel() * flat.element_size()

@@ -28,11 +28,13 @@ def _holding(subject: Subject, held: Tensor, cause: str, detail: str) -> Iterato
     if subject.count < 8 or float(same) < 0.5:
         return
     for inside in _region_masks(subject):
-        if _agreement(subject, inside, held) > 0.98:
+        # A region of one value is more likely a fill than what another call left.
+        is_telling = cause == "unwritten" or held[inside].unique().numel() > 2
+        if is_telling and _agreement(subject, inside, held) > 0.98:
             yield Given(cause, detail, 2, torch.where(inside, held, subject.expected), min_hits=8)
             return
-    if float(same) > 0.98:
-        inside = subject.different & (subject.actual == held)
+    inside = subject.different & (subject.actual == held)
+    if float(same) > 0.98 and (cause == "unwritten" or held[inside].unique().numel() > 2):
         yield Given(
             cause, detail, 3, torch.where(inside, held, subject.expected), by_construction=True, min_hits=8
         )
@@ -51,7 +53,10 @@ def unwritten_patterns(subject: Subject) -> Iterator[Given]:
         for inside in _region_masks(subject):
             if _agreement(subject, inside, held) > 0.98:
                 detail = f"it holds {_hex(fill, subject.unit_bits)} throughout"
-                yield Given("unwritten", detail, 3, torch.where(inside, held, subject.expected), min_hits=8)
+                enough = max(8, 4 * period)
+                yield Given(
+                    "unwritten", detail, 3, torch.where(inside, held, subject.expected), min_hits=enough
+                )
                 return
 
 

@@ -28,7 +28,7 @@ from megamoe.explain.kinds import sure_patterns, value_steps, weak_patterns
 from megamoe.explain.layout_steps import layout_steps
 from megamoe.explain.row_matches import row_steps
 from megamoe.explain.subject import Subject, spread, to_units
-from megamoe.explain.variants import Call, Replay, Variant
+from megamoe.explain.variants import TOKEN_OUTPUTS, Call, Replay, Variant
 
 _SUBSUMED = {"transposed": "mn_major_missing", "rows_permuted": ""}
 _MOST_PAIRS = 6000
@@ -117,20 +117,24 @@ def _classes(subject: Subject, joint: list[Candidate]) -> list[Candidate]:
 
 
 def _of_steps(subject: Subject, steps: Sequence[Step]) -> Candidate:
-    detail = (
-        ", then ".join(f"{s.cause} ({s.detail})" if s.detail else s.cause for s in steps)
-        if len(steps) > 1
-        else steps[0].detail
-    )
-    cost = sum(step.cost for step in steps)
+    detail = steps[0].detail
+    if len(steps) > 1:
+        detail = ", then ".join(f"{s.cause} ({s.detail})" if s.detail else s.cause for s in steps)
     return Candidate(
         tuple(s.cause for s in steps),
         detail,
-        cost,
+        sum(step.cost for step in steps),
         {subject.name: fit_all(subject, steps)},
-        max(s.min_hits for s in steps),
+        max(_evidence(steps), *(s.min_hits for s in steps)),
         doubts=tuple(cause for s in steps for cause in s.doubts),
     )
+
+
+def _evidence(steps: Sequence[Step]) -> int:
+    """Units that must be explained: of hundreds of changes, and thousands of pairs, some fit a few."""
+    if len(steps) > 1:
+        return 16
+    return 4 if steps[0].source is not None else 2
 
 
 def _of_given(subject: Subject, pattern: Given) -> Candidate:
@@ -184,9 +188,12 @@ def _replayed(subjects: Sequence[Subject], replay: Replay, call: Call) -> Iterat
     by_name = {subject.name: subject for subject in subjects}
     few = _few_tokens(subjects, call, replay.few_tokens) if call.num_tokens > replay.few_tokens else None
     for variant in replay.variants(call):
-        if few is not None and variant.by_token and not _likely_on(few, variant, call, by_name):
-            continue
-        fits = _fits(variant.outputs(call), by_name)
+        try:
+            if few is not None and variant.by_token and not _likely_on(few, variant, call, by_name):
+                continue
+            fits = _fits(variant.outputs(call), by_name)
+        except ValueError:
+            continue  # an arithmetic that the reference refuses for this call is none that was used
         if any(fit.hits for fit in fits.values()):
             yield Candidate((variant.cause,), variant.detail, variant.cost, fits)
 
@@ -216,9 +223,10 @@ def _few_tokens(subjects: Sequence[Subject], call: Call, number: int) -> Tensor:
     """Token rows, half of them with differences."""
     rows = [spread(call.num_tokens, number // 2)]
     for subject in subjects:
-        if subject.count and "token" in {axis.name for axis in subject.layout.axes}:
+        is_by_token = subject.name in TOKEN_OUTPUTS and "token" in {axis.name for axis in subject.layout.axes}
+        if subject.count and is_by_token:
             token = subject.locate(subject.positions[spread(subject.positions.numel(), number // 2)])["token"]
-            rows.append(token[token >= 0])
+            rows.append(token[(token >= 0) & (token < call.num_tokens)])
     return torch.cat(rows).unique()
 
 

@@ -190,16 +190,21 @@ def spread(number: int, wanted: int) -> Tensor:
     return torch.arange(wanted) * (number - 1) // max(1, wanted - 1)
 
 
+def flat_of(tensor: Tensor) -> Tensor:
+    """The elements in logical order, 1-D, stride 1 (which torch does not insist on for one element)."""
+    flat = tensor.contiguous().reshape(-1)
+    return flat if flat.stride(0) == 1 else flat.as_strided((flat.numel(),), (1,))
+
+
 def to_units(tensor: Tensor, unit_bits: int, *, memory: bool) -> Tensor:
     """A tensor's units in memory order (gaps included), or in logical order."""
-    flat = raw_memory(tensor) if memory else tensor.contiguous().reshape(-1)
+    flat = flat_of(raw_memory(tensor)) if memory else flat_of(tensor)
     if flat.dtype == torch.bool:
         flat = flat.to(torch.uint8)
     if unit_bits >= 8:
-        return flat.contiguous().view(UNIT_DTYPES[unit_bits])
-    as_bytes = flat.contiguous().view(torch.uint8)
+        return flat.view(UNIT_DTYPES[unit_bits])
     # The even column is the low nibble: one int16 per byte, low byte first.
-    pairs = as_bytes.to(torch.int16)
+    pairs = flat.view(torch.uint8).to(torch.int16)
     return ((pairs & 15) | ((pairs & 0xF0) << 4)).view(torch.uint8)
 
 

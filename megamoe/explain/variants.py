@@ -26,6 +26,7 @@ class Call:
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor] = field(default_factory=dict)
     rows: Tensor | None = None  # which tokens of a larger call these are
+    whole_tokens: int = 0  # how many that call had
 
     def tokens(self, rows: Tensor) -> Call:
         """The call with these token rows only (for operations whose tokens do not depend on each other)."""
@@ -40,7 +41,7 @@ class Call:
             if t.dim() and t.shape[0] >= number and n in TOKEN_OUTPUTS
         }
         params = {k: v for k, v in self.params.items() if k != "num_tokens"}
-        return Call(self.op, params, taken, outputs, rows)
+        return Call(self.op, params, taken, outputs, rows, number)
 
     @property
     def num_tokens(self) -> int:

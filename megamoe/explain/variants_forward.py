@@ -96,7 +96,9 @@ def _launch_of(call: Call, whole: _Launch | None = None) -> _Launch:
     family = get_family(_FAMILY_OF.get(call.op, f"sm100_{params.get('mma_type', 'fp8xfp4')}"))
     given = _codes(call.inputs, family)
     number = len(given["topk_idx"])
-    counts = list(params["tokens"]) if isinstance(params.get("tokens"), (list, tuple)) else [call.num_tokens]
+    given_counts = params.get("tokens")
+    whole_tokens = call.num_tokens if call.rows is None else call.whole_tokens
+    counts = list(given_counts) if isinstance(given_counts, (list, tuple)) else [whole_tokens]
     if call.rows is not None:
         ends = torch.tensor(counts).cumsum(0)
         rank = torch.bucketize(call.rows, ends, right=True)
