@@ -14,9 +14,20 @@ from typing import Any
 import torch
 
 from megamoe.eplb import EplbLayerState, EplbTensors, active_tensors
-from megamoe.kernels import checks, constants, tuning
+from megamoe.kernels import checks, tuning
+from megamoe.kernels.arguments import (
+    BYTE_DTYPES,
+    K_BLOCK,
+    check_block_outputs,
+    check_hidden,
+    check_pages,
+    check_routing,
+    page_rows,
+    resolve_hidden_quant,
+)
 from megamoe.kernels.launch import is_interpreted, launch
-from megamoe.quant_keys import UE8M0_DTYPES, QuantKey, kMxfp8Dynamic
+from megamoe.kernels.views import as_bytes, as_pairs, as_words, strides_of
+from megamoe.quant_keys import QuantKey, kMxfp8Dynamic
 
 __all__ = [
     "prepare_megamoe_bf16_inputs",
@@ -26,136 +37,8 @@ __all__ = [
     "prepare_megamoe_nvfp4_with_norm",
 ]
 
-_K_BLOCK = 128
-_BYTE_DTYPES = tuple(
-    getattr(torch, name)
-    for name in ("uint8", "int8", "float8_e4m3fn", "float4_e2m1fn_x2")
-    if hasattr(torch, name)
-)
-
-
-# ------------------------------------------------------------------------------------------- checks
-
-
-def _check_hidden(hidden_states: object) -> torch.Tensor:
-    hidden = checks.require_matrix("hidden_states", hidden_states)
-    checks.require_dtype("hidden_states", hidden, checks.FLOAT_DTYPES)
-    checks.require_supported_device("hidden_states", hidden)
-    return hidden
-
-
-def _check_routing(
-    hidden: torch.Tensor,
-    topk_weights: object,
-    topk_ids: object,
-    topk_idx_out: object,
-    topk_weights_out: object,
-    is_padding: object,
-) -> int:
-    """Checks the routing tensors against M = hidden.shape[0]; returns K."""
-    num_tokens, device = hidden.shape[0], hidden.device
-    weights = checks.require_matrix("topk_weights", topk_weights)
-    ids = checks.require_matrix("topk_ids", topk_ids)
-    if weights.shape != ids.shape:
-        raise ValueError(
-            f"topk_weights: expected the shape of topk_ids {tuple(ids.shape)}, got {tuple(weights.shape)}"
-        )
-    topk = ids.shape[1]
-    if topk == 0:
-        raise ValueError(f"topk_ids: expected at least one expert a token, got shape {tuple(ids.shape)}")
-    shape, meaning = (num_tokens, topk), "tokens, top-k"
-    checks.require("topk_weights", weights, checks.FLOAT_DTYPES, shape, meaning, device)
-    checks.require("topk_ids", ids, checks.INDEX_DTYPES, shape, meaning, device)
-    checks.require("topk_idx_out", topk_idx_out, (torch.int64,), shape, meaning, device)
-    checks.require("topk_weights_out", topk_weights_out, (torch.float32,), shape, meaning, device)
-    if is_padding is not None:
-        checks.require("is_padding", is_padding, (torch.bool,), (num_tokens,), "tokens", device)
-    return topk
-
-
-def _resolve_hidden_quant(hidden_quant: object) -> tuple[int, bool]:
-    """(group, scales are UE8M0) of an accepted key."""
-    if not isinstance(hidden_quant, QuantKey):
-        raise TypeError(f"hidden_quant: expected a QuantKey or None, got {type(hidden_quant).__name__}")
-    scale = hidden_quant.scale
-    group = scale.group_shape
-    ue8m0 = scale.dtype in UE8M0_DTYPES
-    if (
-        hidden_quant.dtype != torch.float8_e4m3fn
-        or not hidden_quant.symmetric
-        or hidden_quant.scale2 is not None
-        or scale.static
-        or not group.is_per_group()
-        or _K_BLOCK % group.col != 0
-        or not (ue8m0 or scale.dtype == torch.float32)
-    ):
-        raise ValueError(
-            "hidden_quant: expected a symmetric dynamic float8_e4m3fn key with one UE8M0 or float32 scale "
-            f"per group of columns that divides {_K_BLOCK}, got {hidden_quant}"
-        )
-    if ue8m0 and group.col < constants.UE8M0_MIN_GROUP:
-        raise ValueError(
-            f"hidden_quant: expected UE8M0 groups of at least {constants.UE8M0_MIN_GROUP} columns (four "
-            f"bytes a word of {_K_BLOCK} columns), got {group.col}"
-        )
-    return group.col, ue8m0
-
-
-def _check_pages(
-    shared_x_sf: object, shared_block_m: object, num_tokens: int, size: int, device: torch.device
-) -> None:
-    block_m = checks.require_positive_int("shared_block_m", shared_block_m)
-    pages = checks.require_matrix("shared_x_sf", shared_x_sf)
-    checks.require_dtype("shared_x_sf", pages, (torch.int32,))
-    checks.require_device("shared_x_sf", pages, device)
-    words = size // constants.UE8M0_WORD_COLUMNS
-    if pages.shape[1] != words:
-        raise ValueError(f"shared_x_sf: expected {words} columns (hidden / 128), got {pages.shape[1]}")
-    rows = -(-num_tokens // block_m) * _page_rows(block_m)
-    if pages.shape[0] < rows:
-        raise ValueError(
-            f"shared_x_sf: expected at least {rows} rows ({num_tokens} tokens in pages of {block_m}), "
-            f"got {pages.shape[0]}"
-        )
-
-
-def _page_rows(block_m: int) -> int:
-    return -(-block_m // constants.PAGE_ROWS) * constants.PAGE_ROWS
-
 
 # ------------------------------------------------------------------------------------------ launches
-
-
-def _strides(tensor: torch.Tensor | None) -> tuple[int, int]:
-    return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
-
-
-def _as_integers(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The rows as wider integers, or None where they are not dense or not aligned."""
-    size, per_word = dtype.itemsize, dtype.itemsize // tensor.element_size()
-    rows, columns = tensor.shape
-    stride = tensor.stride(0) if rows > 1 else 0
-    dense = columns <= 1 or tensor.stride(1) == 1
-    if not dense or tensor.data_ptr() % size or tensor.storage_offset() % per_word or stride % per_word:
-        return None
-    return tensor.as_strided((rows, columns), (stride, 1)).view(dtype)
-
-
-def _as_words(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
-    """Packed FP4 rows as int32 words where they can be: (tensor, row stride, whether they are)."""
-    x = _as_bytes(x)
-    words = _as_integers(x, torch.int32)
-    return (x, x.stride(0), False) if words is None else (words, words.stride(0), True)
-
-
-def _as_pairs(hidden: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Rows as integers of two elements where they can be: (tensor, whether they are)."""
-    pairs = _as_integers(hidden, torch.int64 if hidden.dtype == torch.float32 else torch.int32)
-    return (hidden, False) if pairs is None else (pairs, True)
 
 
 def _routing_constants(
@@ -208,11 +91,11 @@ def _launch_groups(
             x,
             *x.stride(),
             x_sf,
-            *_strides(x_sf),
+            *strides_of(x_sf),
             shared_x_sf,
-            *_strides(shared_x_sf),
+            *strides_of(shared_x_sf),
             block_m,
-            _page_rows(block_m),
+            page_rows(block_m),
             num_tokens,
             routing_programs,
             topk,
@@ -266,11 +149,11 @@ def prepare_megamoe_inputs(
     UE8M0: exponent = ceil(log2(amax / 448)) with amax >= fl(1e-4), element = E4M3(h * 2^-exponent).
     float32: scale = amax * fl(1/448), element = E4M3(h * (1 / scale)). Source: NUMERICS 2.
     """
-    hidden = _check_hidden(hidden_states)
+    hidden = check_hidden(hidden_states)
     num_tokens = hidden.shape[0]
     if num_tokens == 0:
         return
-    size = checks.require_multiple("hidden_states", hidden, _K_BLOCK)
+    size = checks.require_multiple("hidden_states", hidden, K_BLOCK)
     if (hidden_quant is None) != (x_sf is None):
         raise ValueError(
             "x_sf: expected None exactly where hidden_quant is None, got "
@@ -278,15 +161,15 @@ def prepare_megamoe_inputs(
         )
     device = hidden.device
     x_dtypes: tuple[torch.dtype, ...] = checks.FLOAT_DTYPES
-    mode, group = "copy", _K_BLOCK
+    mode, group = "copy", K_BLOCK
     if hidden_quant is not None:
-        group, ue8m0 = _resolve_hidden_quant(hidden_quant)
+        group, ue8m0 = resolve_hidden_quant(hidden_quant)
         mode = "ue8m0" if ue8m0 else "fp32"
         x_dtypes = (torch.float8_e4m3fn,)
-        columns = size // (_K_BLOCK if ue8m0 else group)
+        columns = size // (K_BLOCK if ue8m0 else group)
         sf_dtype = torch.int32 if ue8m0 else torch.float32
         checks.require("x_sf", x_sf, (sf_dtype,), (num_tokens, columns), "tokens, scale columns", device)
-    topk = _check_routing(hidden, topk_weights, topk_ids, topk_idx_out, topk_weights_out, is_padding)
+    topk = check_routing(hidden, topk_weights, topk_ids, topk_idx_out, topk_weights_out, is_padding)
     checks.require("x", x, x_dtypes, (num_tokens, size), "tokens, hidden", device)
     if (shared_x_sf is None) != (shared_block_m is None):
         raise ValueError(
@@ -296,7 +179,7 @@ def prepare_megamoe_inputs(
     if shared_x_sf is not None:
         if mode != "ue8m0":
             raise ValueError(f"shared_x_sf: expected UE8M0 scales for pages, got hidden_quant {hidden_quant}")
-        _check_pages(shared_x_sf, shared_block_m, num_tokens, size, device)
+        check_pages(shared_x_sf, shared_block_m, num_tokens, size, device)
     eplb = active_tensors(eplb_state, device)
     checks.require_disjoint(
         [
@@ -319,7 +202,7 @@ def prepare_megamoe_inputs(
 
     _launch_groups(
         hidden,
-        _as_bytes(x) if mode != "copy" else x,
+        as_bytes(x) if mode != "copy" else x,
         x_sf,
         shared_x_sf,
         shared_block_m,
@@ -345,12 +228,12 @@ def prepare_megamoe_bf16_inputs(
     Other arguments as in `prepare_megamoe_inputs`; H is any size. M = 0 returns at once. Raises TypeError
     and ValueError as the module says.
     """
-    hidden = _check_hidden(hidden_states)
+    hidden = check_hidden(hidden_states)
     if hidden.shape[0] == 0:
         return
     checks.require_dtype("hidden_states", hidden, (torch.bfloat16,))
     checks.require_multiple("hidden_states", hidden, 1)
-    topk = _check_routing(hidden, topk_weights, topk_ids, topk_idx_out, topk_weights_out, is_padding)
+    topk = check_routing(hidden, topk_weights, topk_ids, topk_idx_out, topk_weights_out, is_padding)
     checks.require("x", x, (torch.bfloat16,), tuple(hidden.shape), "tokens, hidden", hidden.device)
     checks.require_disjoint(
         [("x", x), ("topk_idx_out", topk_idx_out), ("topk_weights_out", topk_weights_out)],
@@ -364,7 +247,7 @@ def prepare_megamoe_bf16_inputs(
     from megamoe.kernels.routing import pack_topk
 
     packed = pack_topk(topk_ids, topk_weights, topk_idx_out, topk_weights_out, is_padding)
-    _launch_groups(hidden, x, None, None, None, "copy", _K_BLOCK, packed, topk, None)
+    _launch_groups(hidden, x, None, None, None, "copy", K_BLOCK, packed, topk, None)
 
 
 def prepare_megamoe_nvfp4_inputs(
@@ -395,11 +278,11 @@ def prepare_megamoe_nvfp4_inputs(
     l2_alpha [L] = w2_global_scale [L] * l2_activation_scale in float32 (only together), written even where
     M = 0. Raises TypeError and ValueError as the module says. Source: NUMERICS 3a.
     """
-    hidden = _check_hidden(hidden_states)
-    size = checks.require_multiple("hidden_states", hidden, _K_BLOCK)
+    hidden = check_hidden(hidden_states)
+    size = checks.require_multiple("hidden_states", hidden, K_BLOCK)
     num_tokens, device = hidden.shape[0], hidden.device
-    topk = _check_routing(hidden, topk_weights, topk_ids, topk_idx_out, topk_weights_out, is_padding)
-    checks.require("x", x, _BYTE_DTYPES, (num_tokens, size // 2), "tokens, hidden / 2", device)
+    topk = check_routing(hidden, topk_weights, topk_ids, topk_idx_out, topk_weights_out, is_padding)
+    checks.require("x", x, BYTE_DTYPES, (num_tokens, size // 2), "tokens, hidden / 2", device)
     checks.require("x_sf", x_sf, (torch.int32,), (num_tokens, size // 64), "tokens, hidden / 64", device)
     checks.require("x_scales", x_scales, (torch.float32,), (num_tokens,), "tokens", device)
     checks.require_row_major("x", x)
@@ -417,7 +300,7 @@ def prepare_megamoe_nvfp4_inputs(
                 f"got {'None' if value is None else 'a value'}"
             )
     if mxfp8:
-        _check_pages(shared_x_sf, shared_block_m, num_tokens, size, device)
+        check_pages(shared_x_sf, shared_block_m, num_tokens, size, device)
     if (w2_global_scale is None) != (l2_alpha is None):
         raise ValueError(
             "w2_global_scale and l2_alpha: expected both or neither, got "
@@ -465,9 +348,9 @@ def prepare_megamoe_nvfp4_inputs(
     routing = _routing_constants(topk, num_tokens, eplb, tile.num_warps, interpreted)
     # The first routing program also writes l2_alpha, so there is one even without tokens.
     routing_programs = max(1, _routing_programs(num_tokens, routing))
-    source, pairs = _as_pairs(hidden)
-    words, x_stride, x_words = _as_words(x)
-    scale_bytes = _as_bytes(x_sf)  # little-endian words: byte g of a row is the scale of group g
+    source, pairs = as_pairs(hidden)
+    words, x_stride, x_words = as_words(x)
+    scale_bytes = as_bytes(x_sf)  # little-endian words: byte g of a row is the scale of group g
     block_m = shared_block_m or 1
     launch(
         stage_nvfp4_token_kernel,
@@ -482,12 +365,12 @@ def prepare_megamoe_nvfp4_inputs(
             scale_bytes.stride(0),
             x_scales,
             x_scales.stride(0),
-            _as_bytes(shared_x) if shared_x is not None and mxfp8 else shared_x,
-            _strides(shared_x)[0],
+            as_bytes(shared_x) if shared_x is not None and mxfp8 else shared_x,
+            strides_of(shared_x)[0],
             shared_x_sf,
-            *_strides(shared_x_sf),
+            *strides_of(shared_x_sf),
             block_m,
-            _page_rows(block_m),
+            page_rows(block_m),
             w2_global_scale,
             w2_global_scale.stride(0) if w2_global_scale is not None else 0,
             l2_alpha if num_experts else None,
@@ -514,14 +397,6 @@ def prepare_megamoe_nvfp4_inputs(
     )
 
 
-def _check_block_outputs(hidden: torch.Tensor, size: int, x: object, x_sf: object) -> None:
-    num_tokens, device = hidden.shape[0], hidden.device
-    packed = checks.require("x", x, _BYTE_DTYPES, (num_tokens, size // 2), "tokens, hidden / 2", device)
-    checks.require_row_major("x", packed)
-    dtypes = (torch.uint8, torch.float8_e4m3fn)
-    checks.require("x_sf", x_sf, dtypes, (num_tokens, size // 16), "tokens, hidden / 16", device)
-
-
 def prepare_megamoe_nvfp4_block_inputs(
     hidden_states: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -539,13 +414,13 @@ def prepare_megamoe_nvfp4_block_inputs(
     float8_e4m3fn is taken too). M = 0 returns at once. Raises TypeError and ValueError as the module says.
     Source: NUMERICS 3b.
     """
-    hidden = _check_hidden(hidden_states)
+    hidden = check_hidden(hidden_states)
     num_tokens = hidden.shape[0]
     if num_tokens == 0:
         return
     size = checks.require_multiple("hidden_states", hidden, 64)
-    topk = _check_routing(hidden, topk_weights, topk_ids, topk_idx_out, topk_weights_out, is_padding)
-    _check_block_outputs(hidden, size, x, x_sf)
+    topk = check_routing(hidden, topk_weights, topk_ids, topk_idx_out, topk_weights_out, is_padding)
+    check_block_outputs(hidden, size, x, x_sf)
     checks.require_disjoint(
         [("x", x), ("x_sf", x_sf), ("topk_idx_out", topk_idx_out), ("topk_weights_out", topk_weights_out)],
         [
@@ -563,9 +438,9 @@ def prepare_megamoe_nvfp4_block_inputs(
     column_tiles = -(-size // tile.block_h)
     routing = _routing_constants(topk, num_tokens, None, tile.num_warps, interpreted)
     routing_programs = _routing_programs(num_tokens, routing)
-    source, pairs = _as_pairs(hidden)
-    words, x_stride, x_words = _as_words(x)
-    scales = _as_bytes(x_sf)
+    source, pairs = as_pairs(hidden)
+    words, x_stride, x_words = as_words(x)
+    scales = as_bytes(x_sf)
     launch(
         stage_nvfp4_block_kernel,
         routing_programs + -(-num_tokens // tile.block_m) * column_tiles,
@@ -621,13 +496,13 @@ def prepare_megamoe_nvfp4_with_norm(
 
     M = 0 returns after the checks. Raises TypeError and ValueError as the module says. Source: NUMERICS 3d.
     """
-    hidden = _check_hidden(hidden_states)
+    hidden = check_hidden(hidden_states)
     size = checks.require_multiple("hidden_states", hidden, 64)
     num_tokens, device = hidden.shape[0], hidden.device
     checks.require("norm_weight", norm_weight, checks.FLOAT_DTYPES, (size,), "hidden", device)
     norm_eps = checks.require_number("norm_eps", norm_eps)
     gain_center = checks.require_number("gain_center", gain_center)
-    _check_block_outputs(hidden, size, x, x_sf)
+    check_block_outputs(hidden, size, x, x_sf)
     checks.require_disjoint(
         [("x", x), ("x_sf", x_sf)], [("hidden_states", hidden), ("norm_weight", norm_weight)]
     )
@@ -636,10 +511,10 @@ def prepare_megamoe_nvfp4_with_norm(
     from megamoe.kernels.nvfp4_norm import stage_nvfp4_norm_kernel
 
     tile = tuning.norm_tile(num_tokens, size, is_interpreted(device))
-    tiles, pairs = _as_pairs(hidden)
-    weights, weight_pairs = _as_pairs(norm_weight[None])
-    words, x_stride, x_words = _as_words(x)
-    scales = _as_bytes(x_sf)
+    tiles, pairs = as_pairs(hidden)
+    weights, weight_pairs = as_pairs(norm_weight[None])
+    words, x_stride, x_words = as_words(x)
+    scales = as_bytes(x_sf)
     launch(
         stage_nvfp4_norm_kernel,
         -(-num_tokens // tile.block_m),

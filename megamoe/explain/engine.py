@@ -12,7 +12,7 @@ from megamoe.explain.causes import CAUSES
 from megamoe.explain.findings import Confidence, Finding, Report, examples_of
 from megamoe.explain.pairs import CasePair, OutputPair, form_problem, same_bytes, subject_of
 from megamoe.explain.search import Candidate, candidates_of
-from megamoe.explain.subject import Subject, spread
+from megamoe.explain.subject import FLOAT_CODES, Subject, spread
 from megamoe.explain.variants import Call, Intermediates, Replay, replay_of
 from megamoe.explain.where import in_words
 
@@ -208,13 +208,7 @@ def _findings(
 
 def _hint(subject: Subject) -> str:
     """What can be said of differences that nothing explains."""
-    if subject.role in ("payload", "values") and subject.code in (
-        "e4m3fn",
-        "e2m1",
-        "bfloat16",
-        "float16",
-        "float32",
-    ):
+    if subject.role in ("payload", "values") and subject.code in FLOAT_CODES:
         expected, actual = (
             subject.expected[subject.positions].to(torch.int64),
             subject.actual[subject.positions].to(torch.int64),

@@ -188,16 +188,6 @@ def _fit_slice(subject: Subject, predicted: Tensor, part: slice) -> Fit:
     return measure(predicted[part], known, expected, torch.where(known, actual, expected))
 
 
-def predicted_memory(subject: Subject, steps: Sequence[Step]) -> tuple[Tensor, Tensor]:
-    """(predicted units, known) of the whole memory."""
-    units = torch.empty_like(subject.expected)
-    known = torch.empty(units.numel(), dtype=torch.bool)
-    for start in range(0, units.numel(), CHUNK):
-        stop = min(start + CHUNK, units.numel())
-        units[start:stop], known[start:stop] = predict(subject, steps, torch.arange(start, stop))
-    return units, known
-
-
 def sample_positions(subject: Subject, number: int = 4096) -> Tensor:
     """Differing units and others, spread over the memory; the same for the same data."""
     chosen = subject.positions

@@ -15,7 +15,7 @@ from torch import Tensor
 from megamoe.explain.fit import Step
 from megamoe.explain.given import Given
 from megamoe.explain.regions import earlier_patterns, fp32_patterns, unwritten_patterns
-from megamoe.explain.subject import Subject
+from megamoe.explain.subject import FLOAT_CODES, Subject
 
 _FP8 = ("e4m3fn", "ue4m3")
 _WITH_ZERO = ("e4m3fn", "e2m1", "bfloat16", "float16", "float32")
@@ -33,13 +33,7 @@ def value_steps(subject: Subject) -> Iterator[Step]:
     if subject.role == "scale" and subject.code == "float32":
         yield Step("scale_plus_one", "every scale doubled", 1, value=lambda u: u + (1 << 23))
         yield Step("scale_minus_one", "every scale halved", 1, value=lambda u: u - (1 << 23))
-    if subject.role in ("payload", "values") and subject.code in (
-        "e4m3fn",
-        "e2m1",
-        "bfloat16",
-        "float16",
-        "float32",
-    ):
+    if subject.role in ("payload", "values") and subject.code in FLOAT_CODES:
         zero = _sign(subject)
         yield Step(
             "negative_zero", "the sign of zero is dropped", 1, value=lambda u: torch.where(u == zero, 0, u)

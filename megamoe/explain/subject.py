@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,23 +20,10 @@ from megamoe.bundle import raw_memory
 
 Role = Literal["payload", "scale", "ids", "weights", "load", "values"]
 MOST_POSITIONS = 1 << 20
+FLOAT_CODES = ("e4m3fn", "e2m1", "bfloat16", "float16", "float32")  # formats with a sign and rounding
 _STRETCH = 256
 UNIT_DTYPES = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 _PLAIN_NAMES = {0: (), 1: ("index",), 2: ("row", "column"), 3: ("batch", "row", "column")}
-
-
-class LayoutLike(Protocol):
-    """What a layout must tell: reference.layouts.Layout does, and PlainLayout for tensors without one."""
-
-    name: str
-    params: Mapping[str, Any]
-    element_bits: int
-    elements: int
-
-    @property
-    def axes(self) -> Any: ...
-    def padding_mask(self) -> Tensor: ...
-    def locate_elements(self, positions: Tensor) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -206,13 +193,6 @@ def to_units(tensor: Tensor, unit_bits: int, *, memory: bool) -> Tensor:
     # The even column is the low nibble: one int16 per byte, low byte first.
     pairs = flat.view(torch.uint8).to(torch.int16)
     return ((pairs & 15) | ((pairs & 0xF0) << 4)).view(torch.uint8)
-
-
-def from_units(units: Tensor, unit_bits: int) -> Tensor:
-    """Units back to bytes, uint8."""
-    if unit_bits >= 8:
-        return units.contiguous().view(torch.uint8)
-    return units[0::2] | (units[1::2] << 4)
 
 
 def storage_dims(layout: Any) -> tuple[StorageDim, ...]:

@@ -486,14 +486,6 @@ def power_of_nan(scale: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(scale), 127, q.ceil_power(np.nan_to_num(scale, nan=1.0)))
 
 
-def e4m3_inf_to_nan(values: np.ndarray) -> np.ndarray:
-    return np.where(np.isinf(values), np.uint8(0x7F), q.e4m3_saturating(values))
-
-
-def log2_ceiling(scale: np.ndarray) -> np.ndarray:
-    return np.ceil(np.log2(scale)).astype(np.int32)
-
-
 def frexp_exponent(scale: np.ndarray) -> np.ndarray:
     return np.frexp(scale)[1]
 

@@ -4,7 +4,7 @@ reference.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,6 @@ class Scene:
     @property
     def hidden(self) -> np.ndarray:
         return self.inputs["hidden_states"].float().numpy()
-
-    def without_inputs(self) -> Scene:
-        return replace(self, inputs={})
 
 
 def hidden_states(tokens: int, hidden: int, seed: int, group: int = 32, kind: str = "spread") -> Tensor:
