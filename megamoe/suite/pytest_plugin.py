@@ -24,6 +24,7 @@ from megamoe.capability import all_names, probe
 from megamoe.suite.environment import devices, versions
 from megamoe.suite.operation import TIERS, stable_seed
 from megamoe.suite.runner import SKIP_REASONS, Skip
+from megamoe.suite.session import available_cores
 
 _LOST = pytest.StashKey[str]()  # the test that broke this process's CUDA context
 _PROPERTY = "megamoe_result"
@@ -53,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "requires(*capabilities): skip unless every capability is there")
     config.addinivalue_line("markers", "slow: more than ten seconds on one core")
     _steady_hypothesis()
+    _share_cores(config)
     _bind_to_gpu(config)
     for name in config.getoption("--require"):
         try:
@@ -239,6 +241,16 @@ def _run_elsewhere(item: pytest.Item) -> Iterator[pytest.TestReport]:
 
 
 # ---- xdist
+
+
+def _share_cores(config: pytest.Config) -> None:
+    """Workers of xdist divide the cores: more threads than cores wait for each other most of the time."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None or "OMP_NUM_THREADS" in os.environ:
+        return
+    threads = max(1, available_cores() // int(worker["workercount"]))
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that tests start
+    torch.set_num_threads(threads)
 
 
 def _bind_to_gpu(config: pytest.Config) -> None:

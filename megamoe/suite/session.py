@@ -45,7 +45,7 @@ def default_jobs(device: str, num_cases: int) -> int:
     and into the reference, which gets two cores each."""
     if num_cases < _WORTH_PROCESSES:
         return 1
-    return max(1, min(8, _available_cores() // (1 if device == "cpu" else 2)))
+    return max(1, min(8, available_cores() // (1 if device == "cpu" else 2)))
 
 
 def run_cases(
@@ -60,7 +60,7 @@ def run_cases(
     with the number of cases that were finished since the last call."""
     directory = None if bundle_dir is None else str(bundle_dir)
     isolated = jobs > 1 or device != "cpu"
-    threads = max(1, _available_cores() // jobs) if isolated else None
+    threads = max(1, available_cores() // jobs) if isolated else None
     size = max(1, min(_CHUNK, len(cases) // (4 * jobs))) if jobs > 1 else _CHUNK
     job = Job((), implementation, device, directory, threads)
     chunks = [
@@ -206,7 +206,7 @@ def _pool(jobs: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
 
 
-def _available_cores() -> int:
+def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
