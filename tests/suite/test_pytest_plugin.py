@@ -5,7 +5,16 @@ from __future__ import annotations
 
 import pytest
 
+from megamoe.capability import probe
+
 CONFTEST = 'pytest_plugins = ["megamoe.suite.pytest_plugin"]'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native_modules_stay():
+    """pytester forgets every module that was first imported in a session inside this one, and triton's
+    library ends the process when it is loaded a second time: here it is loaded before."""
+    probe("triton")
 
 
 @pytest.fixture
@@ -39,6 +48,14 @@ def test_require_makes_it_a_failure(session):
     session(source, "--device=cpu", "--require=sm70").assert_outcomes(errors=1)
     session(source, "--device=cpu", "--require=sm100").assert_outcomes(skipped=1)
     assert session(source, "--require=nothing").ret == pytest.ExitCode.USAGE_ERROR
+
+
+@pytest.mark.requires("triton")
+def test_native_modules_can_be_used_after_a_session(session):
+    session("def test_a():\n    import triton\n", "--device=cpu").assert_outcomes(passed=1)
+    import triton.language
+
+    assert triton.language.float32
 
 
 def test_header(session):
