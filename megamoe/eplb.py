@@ -180,13 +180,13 @@ def eplb_map_to_physical_and_record(
     ids = topk_ids.contiguous()
     physical_ids = torch.empty_like(ids)
     block = 4096 if is_interpreted(ids.device) else 1024
-    bins = tuning.load_bins(tensors.load.shape[0])
+    parts = tuning.load_parts(tensors.load.shape[0]) if ids.numel() >= tuning.LOAD_BINS else 0
     launch(
         eplb_kernel,
         -(-ids.numel() // block),
         ids.device,
         (ids, physical_ids, ids.numel(), ids.shape[1], pack_eplb(tensors)),
-        {"BLOCK": block, "LOAD_BINS": bins if ids.numel() >= bins else 0},
+        {"BLOCK": block, "LOAD_PARTS": parts},
         num_warps=4,
     )
     return physical_ids

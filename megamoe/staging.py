@@ -41,22 +41,8 @@ __all__ = [
 # ------------------------------------------------------------------------------------------ launches
 
 
-def _routing_constants(
-    topk: int, num_tokens: int, eplb: EplbTensors | None, num_warps: int, interpreted: bool
-) -> dict[str, int]:
-    num_physical = 0 if eplb is None else eplb.load.shape[0]
-    tile = tuning.routing_tile(topk, num_tokens, num_physical, num_warps, interpreted)
-    return {
-        "TOPK": topk,
-        "TOPK_PADDED": tuning.power_of_two(topk),
-        "ROUTING_TOKENS": tile.tokens,
-        "ROUTING_TILES": tile.tiles,
-        "LOAD_BINS": tile.load_bins,
-    }
-
-
-def _routing_programs(num_tokens: int, routing: dict[str, int]) -> int:
-    return -(-num_tokens // (routing["ROUTING_TOKENS"] * routing["ROUTING_TILES"]))
+def _num_physical(eplb: EplbTensors | None) -> int:
+    return 0 if eplb is None else eplb.load.shape[0]
 
 
 def _launch_groups(
@@ -76,14 +62,23 @@ def _launch_groups(
 
     num_tokens, size = hidden.shape
     interpreted = is_interpreted(hidden.device)
-    tile = tuning.column_tile(tuning.GROUP_RULES, num_tokens, size, interpreted)
+    rules = tuning.GROUP_RULES if eplb is None else tuning.GROUP_EPLB_RULES
+    tile = tuning.column_tile(rules, num_tokens, size, interpreted)
     column_tiles = -(-size // tile.block_h)
-    routing = _routing_constants(num_topk, num_tokens, eplb, tile.num_warps, interpreted)
-    routing_programs = _routing_programs(num_tokens, routing)
+    tiles = -(-num_tokens // tile.block_m) * column_tiles
+    routing = tuning.routing_plan(
+        num_topk,
+        num_tokens,
+        _num_physical(eplb),
+        tile.num_warps,
+        tiles,
+        interpreted,
+        tuning.GROUP_EPLB,
+    )
     block_m = shared_block_m or 1
     launch(
         stage_groups_kernel,
-        routing_programs + -(-num_tokens // tile.block_m) * column_tiles,
+        routing.programs + tiles,
         hidden.device,
         (
             hidden,
@@ -97,7 +92,8 @@ def _launch_groups(
             block_m,
             page_rows(block_m),
             num_tokens,
-            routing_programs,
+            routing.programs,
+            routing.shift,
             topk,
             pack_eplb(eplb),
         ),
@@ -108,7 +104,7 @@ def _launch_groups(
             "BLOCK_M": tile.block_m,
             "BLOCK_H": tile.block_h,
             "HIDDEN": size,
-            **routing,
+            **routing.constants(num_topk),
         },
         num_warps=tile.num_warps,
     )
@@ -345,16 +341,25 @@ def prepare_megamoe_nvfp4_inputs(
 
     interpreted = is_interpreted(device)
     tile = tuning.row_tile(num_tokens, size, interpreted)
-    routing = _routing_constants(topk, num_tokens, eplb, tile.num_warps, interpreted)
+    tiles = -(-num_tokens // tile.block_m)
+    routing = tuning.routing_plan(
+        topk,
+        num_tokens,
+        _num_physical(eplb),
+        tile.num_warps,
+        tiles,
+        interpreted,
+        tuning.TOKEN_EPLB,
+    )
     # The first routing program also writes l2_alpha, so there is one even without tokens.
-    routing_programs = max(1, _routing_programs(num_tokens, routing))
+    routing_programs = max(1, routing.programs)
     source, pairs = as_pairs(hidden)
     words, x_stride, x_words = as_words(x)
     scale_bytes = as_bytes(x_sf)  # little-endian words: byte g of a row is the scale of group g
     block_m = shared_block_m or 1
     launch(
         stage_nvfp4_token_kernel,
-        routing_programs + -(-num_tokens // tile.block_m),
+        routing_programs + tiles,
         device,
         (
             source,
@@ -379,6 +384,7 @@ def prepare_megamoe_nvfp4_inputs(
             num_experts,
             num_tokens,
             routing_programs,
+            routing.shift,
             pack_topk(topk_ids, topk_weights, topk_idx_out, topk_weights_out, is_padding),
             pack_eplb(eplb),
         ),
@@ -391,7 +397,7 @@ def prepare_megamoe_nvfp4_inputs(
             "DTYPE": str(hidden.dtype).removeprefix("torch."),
             "X_WORDS": x_words,
             "EXPERTS_PADDED": tuning.power_of_two(max(num_experts, 1)),
-            **routing,
+            **routing.constants(topk),
         },
         num_warps=tile.num_warps,
     )
@@ -436,14 +442,14 @@ def prepare_megamoe_nvfp4_block_inputs(
     interpreted = is_interpreted(hidden.device)
     tile = tuning.column_tile(tuning.BLOCK_RULES, num_tokens, size, interpreted)
     column_tiles = -(-size // tile.block_h)
-    routing = _routing_constants(topk, num_tokens, None, tile.num_warps, interpreted)
-    routing_programs = _routing_programs(num_tokens, routing)
+    tiles = -(-num_tokens // tile.block_m) * column_tiles
+    routing = tuning.routing_plan(topk, num_tokens, 0, tile.num_warps, tiles, interpreted, tuning.TOKEN_EPLB)
     source, pairs = as_pairs(hidden)
     words, x_stride, x_words = as_words(x)
     scales = as_bytes(x_sf)
     launch(
         stage_nvfp4_block_kernel,
-        routing_programs + -(-num_tokens // tile.block_m) * column_tiles,
+        routing.programs + tiles,
         hidden.device,
         (
             source,
@@ -453,7 +459,8 @@ def prepare_megamoe_nvfp4_block_inputs(
             scales,
             *scales.stride(),
             num_tokens,
-            routing_programs,
+            routing.programs,
+            routing.shift,
             pack_topk(topk_ids, topk_weights, topk_idx_out, topk_weights_out, is_padding),
             None,
         ),
@@ -465,7 +472,7 @@ def prepare_megamoe_nvfp4_block_inputs(
             "PAIRS": pairs,
             "DTYPE": str(hidden.dtype).removeprefix("torch."),
             "X_WORDS": x_words,
-            **routing,
+            **routing.constants(topk),
         },
         num_warps=tile.num_warps,
     )

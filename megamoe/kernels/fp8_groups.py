@@ -1,8 +1,8 @@
 """Staging in FP8 groups (UE8M0 or float32 scales), and the plain copy, both with the routing beside.
 
-Programs 0 .. num_routing_programs-1 repack the routing; every further one quantizes a tile of
-BLOCK_M tokens x BLOCK_H columns. The hidden states are read once, in 16-byte accesses where their strides
-allow it, and nothing is written twice.
+Some programs repack the routing (`routing`); every other one quantizes a tile of BLOCK_M tokens x BLOCK_H
+columns. The hidden states are read once, in 16-byte accesses where their strides allow it, and nothing is
+written twice.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls, allow-incomplete-defs
@@ -21,7 +21,12 @@ from megamoe.kernels.numerics import (
     ue8m0_code,
     ue8m0_reciprocal,
 )
-from megamoe.kernels.routing import UNSPECIALIZED, store_topk
+from megamoe.kernels.routing import (
+    UNSPECIALIZED,
+    is_routing_program,
+    routing_programs_before,
+    store_topk,
+)
 
 UE8M0_WORD_COLUMNS = tl.constexpr(constants.UE8M0_WORD_COLUMNS)
 
@@ -90,6 +95,7 @@ def stage_groups_kernel(
     shared_page_rows,
     num_tokens,
     num_routing_programs,
+    routing_shift,
     topk,
     eplb,
     MODE: tl.constexpr,  # "ue8m0", "fp32" or "copy"
@@ -99,18 +105,26 @@ def stage_groups_kernel(
     BLOCK_H: tl.constexpr,
     HIDDEN: tl.constexpr,
     TOPK: tl.constexpr,
-    TOPK_PADDED: tl.constexpr,
+    ROUTING_SLOTS: tl.constexpr,
     ROUTING_TOKENS: tl.constexpr,
-    ROUTING_TILES: tl.constexpr,
-    LOAD_BINS: tl.constexpr,
+    REPLICAS_AHEAD: tl.constexpr,
+    LOAD_PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    if program < num_routing_programs:
+    if is_routing_program(program, num_routing_programs, routing_shift):
         store_topk(
-            program, num_tokens, topk, eplb, TOPK, TOPK_PADDED, ROUTING_TOKENS, ROUTING_TILES, LOAD_BINS
+            program >> routing_shift,
+            num_tokens,
+            topk,
+            eplb,
+            TOPK,
+            ROUTING_SLOTS,
+            ROUTING_TOKENS,
+            REPLICAS_AHEAD,
+            LOAD_PARTS,
         )
     else:
-        tile = program - num_routing_programs
+        tile = program - routing_programs_before(program, num_routing_programs, routing_shift)
         first_column = (tile % COLUMN_TILES) * BLOCK_H
         tokens = (tile // COLUMN_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
         rows = tokens.to(tl.int64)[:, None]

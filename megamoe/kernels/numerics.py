@@ -152,17 +152,21 @@ def nvfp4_scale_code(amax):
 
 
 @triton.jit
-def e2m1_code_on_top(magnitude):
-    """uint32 whose three highest bits are the E2M1 code of a magnitude in [0, 7), ties to even codes.
+def e2m1_code_on_top(value):
+    """uint32 whose four highest bits are the E2M1 code of a value in (-7, 7), ties to even codes.
 
-    b is the power of two of the value's binade (at least 1), so the grid step is b / 2. Adding
-    b * (2^22 + 3) leaves the value rounded to that step, to nearest even, in the low bits of the sum:
-    bits = (149 + e) << 23 | (6 + k) with b = 2^e and k steps, and the code is k + 2 e. The product adds
-    bits << 29 and (bits >> 22) << 29 (plus what lies below): 6 + k + 298 + 2 e = k + 2 e modulo 8.
+    b is the power of two of the value's binade (at least 1) with its sign, so the grid step is |b| / 2.
+    (The exponent of a value below 1 is covered by the bits of 1.0's.) Adding b * (2^22 + 1) leaves the value
+    rounded to that step, to nearest even, in the low bits of the sum:
+    bits = s << 31 | (149 + e) << 23 | (2 + k) with |b| = 2^e and k steps, and the code is 8 s + k + 2 e.
+    The product adds, in its highest four bits, 2 + k (bits << 28), 2 (149 + e) (bits << 6), and 8 s + 4
+    (bits, whose exponent begins with 100): 304 + 8 s + k + 2 e, where 304 is 0 modulo 16. Nothing below
+    carries into them.
     """
-    binade = bits_float(float_bits(maximum_number(magnitude, 1.0)) & 0x7F800000)
-    total = float_bits(tl.fma(binade, 4194307.0, magnitude))
-    return total * 0x20000080
+    at_least_one = float_bits(maximum_number(tl.abs(value), 1.0))
+    binade = bits_float((at_least_one | float_bits(value)) & 0xFF800000)
+    total = float_bits(tl.fma(binade, 4194305.0, value))
+    return total * 0x10000041
 
 
 @triton.jit
@@ -175,20 +179,16 @@ def split_four(values):
 
 
 @triton.jit
-def pack_e2m1(even, odd, even_signs, odd_signs):
-    """Eight E2M1 codes a uint32 word, column 0 in the lowest nibble: magnitudes [M, G, 4] -> [M, G].
+def pack_e2m1(even, odd):
+    """Eight E2M1 codes a uint32 word, column 0 in the lowest nibble: values [M, G, 4] -> [M, G].
 
-    `even` and `odd` are the magnitudes of columns 0, 2, 4, 6 and 1, 3, 5, 7; the signs are those of
-    `even_signs` and `odd_signs`. The sign and then the three code bits are shifted in from the right, last
-    column first. The sign of a zero is dropped: production's quantizers never write code 8.
+    `even` and `odd` are the values of columns 0, 2, 4, 6 and 1, 3, 5, 7. Their codes are shifted in from the
+    right, last column first. The sign of a zero is dropped: production's quantizers never write code 8.
     """
     even_codes, odd_codes = split_four(e2m1_code_on_top(even)), split_four(e2m1_code_on_top(odd))
-    even_bits, odd_bits = split_four(float_bits(even_signs)), split_four(float_bits(odd_signs))
     word = tl.zeros_like(even_codes[0])
     for i in tl.static_range(4):
-        word = (word << 1) | (odd_bits[3 - i] >> 31)
-        word = (word << 3) | (odd_codes[3 - i] >> 29)
-        word = (word << 1) | (even_bits[3 - i] >> 31)
-        word = (word << 3) | (even_codes[3 - i] >> 29)
+        word = (word << 4) | (odd_codes[3 - i] >> 28)
+        word = (word << 4) | (even_codes[3 - i] >> 28)
     nonzero = (word | (word >> 1) | (word >> 2)) & 0x11111111
     return word & ((nonzero << 3) | 0x77777777)

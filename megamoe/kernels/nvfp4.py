@@ -33,7 +33,6 @@ from megamoe.kernels.numerics import (
 )
 from megamoe.kernels.nvfp4_tile import (
     GROUP,
-    abs_tile,
     even_value,
     float32_tile,
     group_amax,
@@ -47,7 +46,13 @@ from megamoe.kernels.nvfp4_tile import (
     store_scales,
     store_words,
 )
-from megamoe.kernels.routing import UNSPECIALIZED, UNSPECIALIZED_ROUTED, store_topk
+from megamoe.kernels.routing import (
+    UNSPECIALIZED,
+    UNSPECIALIZED_ROUTED,
+    is_routing_program,
+    routing_programs_before,
+    store_topk,
+)
 
 TOKEN_AMAX_FLOOR = tl.constexpr(constants.NVFP4_TOKEN_AMAX_FLOOR)
 TOKEN_RECIPROCAL = tl.constexpr(constants.NVFP4_TOKEN_RECIPROCAL)
@@ -155,6 +160,7 @@ def stage_nvfp4_token_kernel(
     num_local_experts,
     num_tokens,
     num_routing_programs,
+    routing_shift,
     topk,
     eplb,
     HIDDEN: tl.constexpr,
@@ -166,15 +172,23 @@ def stage_nvfp4_token_kernel(
     X_WORDS: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
     TOPK: tl.constexpr,
-    TOPK_PADDED: tl.constexpr,
+    ROUTING_SLOTS: tl.constexpr,
     ROUTING_TOKENS: tl.constexpr,
-    ROUTING_TILES: tl.constexpr,
-    LOAD_BINS: tl.constexpr,
+    REPLICAS_AHEAD: tl.constexpr,
+    LOAD_PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    if program < num_routing_programs:
+    if is_routing_program(program, num_routing_programs, routing_shift):
         store_topk(
-            program, num_tokens, topk, eplb, TOPK, TOPK_PADDED, ROUTING_TOKENS, ROUTING_TILES, LOAD_BINS
+            program >> routing_shift,
+            num_tokens,
+            topk,
+            eplb,
+            TOPK,
+            ROUTING_SLOTS,
+            ROUTING_TOKENS,
+            REPLICAS_AHEAD,
+            LOAD_PARTS,
         )
         if l2_alpha is not None and program == 0:
             expert = tl.arange(0, EXPERTS_PADDED)
@@ -183,7 +197,8 @@ def stage_nvfp4_token_kernel(
             tl.store(l2_alpha + expert * l2_alpha_stride, scale * l2_activation_scale, mask=local)
     else:
         GROUPS: tl.constexpr = BLOCK_H // GROUP
-        tokens = (program - num_routing_programs) * BLOCK_M + tl.arange(0, BLOCK_M)
+        turn = program - routing_programs_before(program, num_routing_programs, routing_shift)
+        tokens = turn * BLOCK_M + tl.arange(0, BLOCK_M)
         live = (tokens < num_tokens)[:, None]
         rows = tokens.to(tl.int64)[:, None]
         hidden_offsets = rows * hidden_stride_m
@@ -241,7 +256,7 @@ def stage_nvfp4_token_kernel(
                 )
                 slow_code = nvfp4_scale_code(group_amax(scaled))
                 slow_high, slow_low = scale_reciprocal_pair(slow_code.to(tl.float32))
-                slow_words = pack_tile(abs_tile(scaled), scaled, slow_high, slow_low, True)
+                slow_words = pack_tile(scaled, slow_high, slow_low, True)
                 store_words(x, x_offsets, column, slow_words, live, HIDDEN, X_WORDS)
                 store_scales(x_sf, sf_offsets, 1, column, slow_code, live, HIDDEN)
         else:
@@ -252,13 +267,13 @@ def stage_nvfp4_token_kernel(
                 values = float32_tile(tile, PAIRS, DTYPE)
                 code = nvfp4_scale_code(multiply_pair(amaxes[i], token_high, token_low))
                 high, low = scale_reciprocal_pair(code.to(tl.float32))
-                magnitudes = (
-                    multiply_pair(tl.abs(values[0]), wide_high, wide_low),
-                    multiply_pair(tl.abs(values[1]), wide_high, wide_low),
-                    multiply_pair(tl.abs(values[2]), wide_high, wide_low),
-                    multiply_pair(tl.abs(values[3]), wide_high, wide_low),
+                scaled = (
+                    multiply_pair(values[0], wide_high, wide_low),
+                    multiply_pair(values[1], wide_high, wide_low),
+                    multiply_pair(values[2], wide_high, wide_low),
+                    multiply_pair(values[3], wide_high, wide_low),
                 )
-                words = pack_tile(magnitudes, values, high, low, False)
+                words = pack_tile(scaled, high, low, False)
                 store_words(x, x_offsets, i * BLOCK_H, words, live, HIDDEN, X_WORDS)
                 store_scales(x_sf, sf_offsets, 1, i * BLOCK_H, code, live, HIDDEN)
         tl.store(x_scales + tokens.to(tl.int64) * x_scales_stride, xs, mask=tokens < num_tokens)
@@ -295,7 +310,7 @@ def quantize_block(values, amax):
         amax = group_amax(values)
     code = nvfp4_scale_code(amax)
     high, low = scale_reciprocal_pair(code.to(tl.float32))
-    return pack_tile(abs_tile(values), values, high, low, True), code
+    return pack_tile(values, high, low, True), code
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED_ROUTED)
@@ -310,6 +325,7 @@ def stage_nvfp4_block_kernel(
     x_sf_stride_k,
     num_tokens,
     num_routing_programs,
+    routing_shift,
     topk,
     eplb,
     HIDDEN: tl.constexpr,
@@ -320,18 +336,26 @@ def stage_nvfp4_block_kernel(
     DTYPE: tl.constexpr,
     X_WORDS: tl.constexpr,
     TOPK: tl.constexpr,
-    TOPK_PADDED: tl.constexpr,
+    ROUTING_SLOTS: tl.constexpr,
     ROUTING_TOKENS: tl.constexpr,
-    ROUTING_TILES: tl.constexpr,
-    LOAD_BINS: tl.constexpr,
+    REPLICAS_AHEAD: tl.constexpr,
+    LOAD_PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    if program < num_routing_programs:
+    if is_routing_program(program, num_routing_programs, routing_shift):
         store_topk(
-            program, num_tokens, topk, eplb, TOPK, TOPK_PADDED, ROUTING_TOKENS, ROUTING_TILES, LOAD_BINS
+            program >> routing_shift,
+            num_tokens,
+            topk,
+            eplb,
+            TOPK,
+            ROUTING_SLOTS,
+            ROUTING_TOKENS,
+            REPLICAS_AHEAD,
+            LOAD_PARTS,
         )
     else:
-        tile = program - num_routing_programs
+        tile = program - routing_programs_before(program, num_routing_programs, routing_shift)
         column = (tile % COLUMN_TILES) * BLOCK_H
         tokens = (tile // COLUMN_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
         rows = tokens.to(tl.int64)[:, None]

@@ -153,29 +153,19 @@ def nan_to_zero_tile(tile):
 
 
 @triton.jit
-def scale_codes(magnitudes, high, low, CLAMP: tl.constexpr):
-    """w = magnitude / S with 1 / S as a pair [M, G]; with CLAMP at most the largest E2M1 value."""
-    w = multiply_pair(magnitudes, high[:, :, None], low[:, :, None])
+def divide(values, high, low, CLAMP: tl.constexpr):
+    """w = value / S with 1 / S as a pair [M, G]; with CLAMP within the largest E2M1 values."""
+    w = multiply_pair(values, high[:, :, None], low[:, :, None])
     if CLAMP:
-        w = minimum_number(w, E2M1_MAX)
+        w = minimum_number(maximum_number(w, -E2M1_MAX), E2M1_MAX)
     return w
 
 
 @triton.jit
-def pack_tile(magnitudes, signs, high, low, CLAMP: tl.constexpr):
-    """The groups' two words [M, G] of E2M1 codes: magnitudes before the scale, signs of a float32 tile."""
-    first = pack_e2m1(
-        scale_codes(magnitudes[0], high, low, CLAMP),
-        scale_codes(magnitudes[1], high, low, CLAMP),
-        signs[0],
-        signs[1],
-    )
-    second = pack_e2m1(
-        scale_codes(magnitudes[2], high, low, CLAMP),
-        scale_codes(magnitudes[3], high, low, CLAMP),
-        signs[2],
-        signs[3],
-    )
+def pack_tile(values, high, low, CLAMP: tl.constexpr):
+    """The groups' two words [M, G] of E2M1 codes: a float32 tile before the scale, 1 / scale as a pair."""
+    first = pack_e2m1(divide(values[0], high, low, CLAMP), divide(values[1], high, low, CLAMP))
+    second = pack_e2m1(divide(values[2], high, low, CLAMP), divide(values[3], high, low, CLAMP))
     return first, second
 
 
@@ -214,8 +204,3 @@ def limit_tile(tile, LIMIT: tl.constexpr):
         minimum_number(maximum_number(clean[2], -LIMIT), LIMIT),
         minimum_number(maximum_number(clean[3], -LIMIT), LIMIT),
     )
-
-
-@triton.jit
-def abs_tile(tile):
-    return tl.abs(tile[0]), tl.abs(tile[1]), tl.abs(tile[2]), tl.abs(tile[3])

@@ -2,6 +2,9 @@
 
 The fused form is one device function that every staging kernel calls from programs of its own, so that
 the chain id -> replica count -> physical id runs beside the quantization, not after it.
+
+A tile of slots is one-dimensional: loads through the map and the counts have no order that a compiler could
+use, and a second dimension only makes it move the tile between layouts.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls, allow-incomplete-defs
@@ -13,72 +16,116 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.eplb import EplbTensors
-from megamoe.kernels import constants
+from megamoe.kernels import constants, tuning
 
 PADDING_EXPERT_ID = tl.constexpr(constants.PADDING_EXPERT_ID)
 PADDING_WEIGHT = tl.constexpr(constants.PADDING_WEIGHT)
 REPLICA_HASH_MULTIPLIER = tl.constexpr(constants.REPLICA_HASH_MULTIPLIER)
+LOAD_BINS = tl.constexpr(tuning.LOAD_BINS)
 
 # Arguments that change from call to call: a compiled kernel must not depend on their value being 1 or a
 # multiple of 16.
-UNSPECIALIZED_ROUTED = ["num_tokens", "num_routing_programs"]
+UNSPECIALIZED_ROUTED = ["num_tokens", "num_routing_programs", "routing_shift"]
 UNSPECIALIZED = [*UNSPECIALIZED_ROUTED, "shared_block_m", "shared_page_rows"]
 
 
 @triton.jit
-def map_and_record(ids, tokens, mask, eplb, found, LOAD_BINS: tl.constexpr):
-    """(physical ids of logical ids [tokens, K], load counted so far).
-
-    The replica is hash(token) modulo the replica count, with the hash in unsigned 32-bit arithmetic.
-    Ids outside [0, num_logical) become -1. `record` points to the record flag; `num_unpadded` points
-    to the number of tokens whose load counts, or is None where all do.
-    LOAD_BINS: a power of two not below num_physical to count in `found` [LOAD_BINS] for `add_load`; 0 to
-    add to the load slot by slot, which is slow where many slots meet in few counters.
-    """
-    (
-        expert_map,
-        expert_map_stride,
-        slot_stride,
-        replica_count,
-        replica_count_stride,
-        load,
-        load_stride,
-        record,
-        num_unpadded,
-        num_logical,
-        num_slots,
-        num_physical,
-    ) = eplb
-    valid = mask & (ids >= 0) & (ids < num_logical)
-    safe_ids = tl.where(valid, ids, 0).to(tl.int64)
-    count = tl.load(replica_count + safe_ids * replica_count_stride, mask=valid, other=1)
-    count = tl.maximum(count, 1).to(tl.uint32)
-    token_hash = tokens.to(tl.uint32) * REPLICA_HASH_MULTIPLIER
-    replica = (token_hash % count).to(tl.int64)
-    mapped = valid & (replica < num_slots)  # a count above the map's slots must not read past the row
-    physical = tl.load(
-        expert_map + safe_ids * expert_map_stride + replica * slot_stride, mask=mapped, other=-1
-    ).to(tl.int64)
-    if tl.load(record) != 0:
-        counts = mapped & (physical >= 0) & (physical < num_physical)
-        if num_unpadded is not None:
-            counts = counts & (tokens < tl.load(num_unpadded))
-        if LOAD_BINS == 0:
-            # The order of the additions does not matter and nothing waits for them.
-            tl.atomic_add(load + physical * load_stride, 1, mask=counts, sem="relaxed")
-        else:
-            flat = tl.reshape(tl.where(counts, physical, 0).to(tl.int32), (physical.numel,))
-            found += tl.histogram(flat, LOAD_BINS, mask=tl.reshape(counts, (physical.numel,)))
-    return physical, found
+def routing_programs_before(program, num_routing_programs, routing_shift):
+    """How many routing programs have a lower number: every 2^routing_shift-th is one, from 0 on."""
+    return tl.minimum((program + (1 << routing_shift) - 1) >> routing_shift, num_routing_programs)
 
 
 @triton.jit
-def add_load(eplb, found, LOAD_BINS: tl.constexpr):
-    """Adds what a program counted; zero where nothing is to be recorded."""
+def is_routing_program(program, num_routing_programs, routing_shift):
+    turn = program >> routing_shift
+    return (turn << routing_shift == program) & (turn < num_routing_programs)
+
+
+@triton.jit
+def load_record_flags(eplb):
+    """(is the load recorded, number of tokens whose load counts as int32).
+
+    Asked for before anything else: nothing waits for them until the ids are mapped.
+    """
+    record, num_unpadded = eplb[7], eplb[8]
+    recording = tl.load(record) != 0
+    limit = tl.full((), 0x7FFFFFFF, tl.int32)
+    if num_unpadded is not None:
+        limit = tl.minimum(tl.maximum(tl.load(num_unpadded), 0), 0x7FFFFFFF).to(tl.int32)
+    return recording, limit
+
+
+@triton.jit
+def look_up(ids, tokens, mask, eplb):
+    """(ids in [0, num_logical)?, pointers to their rows of the map, replica counts, hashes of tokens)."""
+    expert_map, expert_map_stride = eplb[0], eplb[1]
+    replica_count, replica_count_stride = eplb[3], eplb[4]
+    num_logical = eplb[9]
+    valid = mask & (ids >= 0) & (ids < num_logical)
+    safe_ids = tl.where(valid, ids, 0).to(tl.int64)
+    count = tl.load(replica_count + safe_ids * replica_count_stride, mask=valid, other=1)
+    row = expert_map + safe_ids * expert_map_stride
+    return valid, row, count, tokens.to(tl.uint32) * REPLICA_HASH_MULTIPLIER
+
+
+@triton.jit
+def map_replica(row, replica, valid, eplb):
+    """The physical expert in slot `replica` of a map's row; -1 beyond its slots, which must not be read."""
+    slot_stride, num_slots = eplb[2], eplb[10]
+    offset = replica.to(tl.int64) * slot_stride
+    return tl.load(row + offset, mask=valid & (replica < num_slots), other=-1).to(tl.int64)
+
+
+@triton.jit
+def map_any(row, count, token_hash, valid, eplb):
+    """Physical ids: the replica is the token's unsigned 32-bit hash modulo the replica count."""
+    return map_replica(row, token_hash % tl.maximum(count, 1).to(tl.uint32), valid, eplb)
+
+
+@triton.jit
+def map_ahead(row, count, token_hash, valid, eplb):
+    """`map_any`, but four replicas are loaded beside the count, and only higher counts need a division.
+
+    Half the way from id to physical id, at five loads a slot: for few tokens.
+    """
+    slot = tl.zeros(token_hash.shape, tl.uint32)
+    first = map_replica(row, slot, valid, eplb)
+    second = map_replica(row, slot + 1, valid, eplb)
+    third = map_replica(row, slot + 2, valid, eplb)
+    fourth = map_replica(row, slot + 3, valid, eplb)
+    few = tl.where((count > 4) | (count < 0), 5, count).to(tl.int32)
+    replica = tl.where(few == 4, token_hash & 3, tl.where(few == 3, token_hash % 3, token_hash & 1))
+    is_odd = (few > 1) & ((replica & 1) != 0)
+    physical = tl.where(is_odd, second, first)
+    physical = tl.where((few > 2) & (replica >= 2), tl.where(is_odd, fourth, third), physical)
+    if tl.max(few, 0) > 4:
+        physical = map_any(row, count, token_hash, valid, eplb)
+    return physical
+
+
+@triton.jit
+def record_load(program, physical, tokens, eplb, recording, limit, LOAD_PARTS: tl.constexpr):
+    """Adds a tile's slots to the load, where it is recorded; the order of the additions does not matter.
+
+    LOAD_PARTS: how many times LOAD_BINS counters the load has, to count in shared memory first; 0 to add slot
+    by slot. Additions to the same 32 bytes of the load wait for each other (about 10 ns on an H200), whether
+    of one counter or of all eight. Programs begin with different parts, so that they do not meet.
+    """
     load, load_stride, num_physical = eplb[5], eplb[6], eplb[11]
-    expert = tl.arange(0, LOAD_BINS)
-    hit = (found > 0) & (expert < num_physical)
-    tl.atomic_add(load + expert.to(tl.int64) * load_stride, found, mask=hit, sem="relaxed")
+    if recording:
+        # Unsigned, so that -1 is beyond all of them.
+        counts = (physical.to(tl.uint64, bitcast=True) < num_physical) & (tokens < limit)
+        if LOAD_PARTS == 0:
+            tl.atomic_add(load + physical * load_stride, 1, mask=counts, sem="relaxed")
+        else:
+            expert = tl.where(counts, physical, -1).to(tl.int32)
+            for step in range(LOAD_PARTS):
+                first = ((program + step) % LOAD_PARTS) * LOAD_BINS
+                inside = (expert >= first) & (expert < first + LOAD_BINS)
+                found = tl.histogram(tl.where(inside, expert - first, 0), LOAD_BINS, mask=inside)
+                counter = first + tl.arange(0, LOAD_BINS)
+                hit = (found > 0) & (counter < num_physical)
+                tl.atomic_add(load + counter.to(tl.int64) * load_stride, found, mask=hit, sem="relaxed")
 
 
 @triton.jit
@@ -88,14 +135,15 @@ def store_topk(
     topk,
     eplb,
     TOPK: tl.constexpr,
-    TOPK_PADDED: tl.constexpr,
+    SLOTS: tl.constexpr,
     TOKENS: tl.constexpr,
-    TILES: tl.constexpr,
-    LOAD_BINS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    LOAD_PARTS: tl.constexpr,
 ):
-    """Repacks the routing of TILES times TOKENS tokens: int64 ids, float32 weights, padding as -1 and 0.
+    """Repacks the routing of TOKENS tokens: int64 ids, float32 weights, padding as -1 and 0.
 
-    `topk` is `pack_topk(...)`, `eplb` is `pack_eplb(...)` or None.
+    `topk` is `pack_topk(...)`, `eplb` is `pack_eplb(...)` or None. SLOTS: a power of two not below TOPK.
+    AHEAD: `map_ahead` in place of `map_any`.
     """
     (
         topk_ids,
@@ -113,46 +161,52 @@ def store_topk(
         is_padding,
         is_padding_stride,
     ) = topk
-    slots = tl.arange(0, TOPK_PADDED)[None, :]
-    found = tl.zeros((LOAD_BINS if LOAD_BINS else 1,), tl.int32)
-    for tile in range(TILES):
-        tokens = (program * TILES + tile) * TOKENS + tl.arange(0, TOKENS)
-        live = tokens < num_tokens
-        mask = live[:, None] & (slots < TOPK)
-        rows = tokens.to(tl.int64)[:, None]
-        ids = tl.load(topk_ids + rows * ids_stride_m + slots * ids_stride_k, mask=mask, other=0).to(tl.int64)
-        weights = tl.load(
-            topk_weights + rows * weights_stride_m + slots * weights_stride_k, mask=mask, other=0.0
-        ).to(tl.float32)
-        if is_padding is not None:
-            padded = tl.load(is_padding + tokens.to(tl.int64) * is_padding_stride, mask=live, other=0) != 0
-            ids = tl.where(padded[:, None], PADDING_EXPERT_ID, ids)
-            weights = tl.where(padded[:, None], PADDING_WEIGHT, weights)
-        if eplb is not None:
-            token_of_slot = tl.broadcast_to(tokens[:, None], (TOKENS, TOPK_PADDED))
-            ids, found = map_and_record(ids, token_of_slot, mask, eplb, found, LOAD_BINS)
-        tl.store(topk_idx_out + rows * idx_out_stride_m + slots * idx_out_stride_k, ids, mask=mask)
-        tl.store(
-            topk_weights_out + rows * weights_out_stride_m + slots * weights_out_stride_k, weights, mask=mask
-        )
-    if LOAD_BINS != 0:
-        add_load(eplb, found, LOAD_BINS)
+    position = tl.arange(0, TOKENS * SLOTS)
+    slots = position % SLOTS
+    tokens = program * TOKENS + position // SLOTS
+    mask = (tokens < num_tokens) & (slots < TOPK)
+    rows = tokens.to(tl.int64)
+    ids = tl.load(topk_ids + rows * ids_stride_m + slots * ids_stride_k, mask=mask, other=0)
+    weights = tl.load(
+        topk_weights + rows * weights_stride_m + slots * weights_stride_k, mask=mask, other=0.0
+    ).to(tl.float32)
+    if eplb is not None:
+        recording, limit = load_record_flags(eplb)
+    if is_padding is not None:
+        padded = tl.load(is_padding + rows * is_padding_stride, mask=mask, other=0) != 0
+        ids = tl.where(padded, PADDING_EXPERT_ID, ids)
+        weights = tl.where(padded, PADDING_WEIGHT, weights)
+    id_pointers = topk_idx_out + rows * idx_out_stride_m + slots * idx_out_stride_k
+    weight_pointers = topk_weights_out + rows * weights_out_stride_m + slots * weights_out_stride_k
+    if eplb is None:
+        tl.store(id_pointers, ids.to(tl.int64), mask=mask)
+        tl.store(weight_pointers, weights, mask=mask)
+    else:
+        valid, row, count, token_hash = look_up(ids, tokens, mask, eplb)
+        if AHEAD:
+            physical = map_ahead(row, count, token_hash, valid, eplb)
+        else:
+            physical = map_any(row, count, token_hash, valid, eplb)
+        tl.store(weight_pointers, weights, mask=mask)
+        tl.store(id_pointers, physical, mask=mask)
+        record_load(program, physical, tokens, eplb, recording, limit, LOAD_PARTS)
 
 
 @triton.jit(do_not_specialize=["num_ids"])
 def eplb_kernel(
-    topk_ids, physical_ids, num_ids, num_slots, eplb, BLOCK: tl.constexpr, LOAD_BINS: tl.constexpr
+    topk_ids, physical_ids, num_ids, num_slots, eplb, BLOCK: tl.constexpr, LOAD_PARTS: tl.constexpr
 ):
     """The stand-alone form on contiguous ids; ids wrap to int32 first, as in production."""
-    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    program = tl.program_id(0)
+    position = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = position < num_ids
+    recording, limit = load_record_flags(eplb)
     ids = tl.load(topk_ids + position, mask=mask, other=-1).to(tl.int32)
-    found = tl.zeros((LOAD_BINS if LOAD_BINS else 1,), tl.int32)
     tokens = (position // num_slots).to(tl.int32)
-    physical, found = map_and_record(ids, tokens, mask, eplb, found, LOAD_BINS)
+    valid, row, count, token_hash = look_up(ids, tokens, mask, eplb)
+    physical = map_any(row, count, token_hash, valid, eplb)
     tl.store(physical_ids + position, physical, mask=mask)
-    if LOAD_BINS != 0:
-        add_load(eplb, found, LOAD_BINS)
+    record_load(program, physical, tokens, eplb, recording, limit, LOAD_PARTS)
 
 
 def pack_topk(

@@ -26,22 +26,54 @@ class Rule:
     tile: Tile
 
 
-GROUP_RULES = (Rule(None, Tile(1, 1024, 2)),)
+GROUP_RULES = (
+    Rule(1024, Tile(1, 2048, 4)),
+    Rule(2048, Tile(2, 1024, 4)),
+    Rule(None, Tile(4, 1024, 8)),
+)
+# With EPLB and few tokens, one warp: more would only repeat the loads of a routing program of few slots.
+GROUP_EPLB_RULES = (Rule(256, Tile(1, 1024, 1)), *GROUP_RULES)
 BLOCK_RULES = (
     Rule(16, Tile(1, 512, 1)),
     Rule(1024, Tile(1, 1024, 2)),
     Rule(None, Tile(1, 1024, 1)),
 )
 TOKEN_RULES = (
-    Rule(1024, Tile(1, 4096, 8)),
+    Rule(512, Tile(1, 4096, 8)),
+    Rule(1024, Tile(1, 2048, 4)),
     Rule(None, Tile(1, 1024, 2)),
 )
 NORM_TILE = Tile(1, 2048, 4)
-LANE_SLOTS = 1  # token slots of a lane in a routing tile: more of them cost the quantizers' registers
-COUNTING_SLOTS = 16384  # token slots of a call from which a program counts the load before it adds it
-COUNTING_PROGRAMS = 64  # as many programs share the counting, until a program has COUNTING_TILES tiles
-COUNTING_TILES = 8
-MAX_LOAD_BINS = 1024
+
+# Recording the load of EPLB. Additions to the same counters wait for each other, which few slots do not feel:
+# they are added one by one. Many are counted in shared memory first, LOAD_BINS counters at a time.
+LOAD_BINS = 256
+MAX_LOAD_PARTS = 8  # a longer load spreads its additions by itself
+COUNTING_SLOTS = 16384  # token slots of a call from which a program counts before it adds
+COUNTED_SLOTS = 256  # slots of a program that counts
+COUNTED_WARP_SLOTS = 64  # or of each of its warps, if that makes more
+AHEAD_PROGRAMS = 64  # share the tokens where replicas are loaded ahead of their count,
+AHEAD_TOKENS = 8  # until a program has as many as this
+
+
+@dataclass(frozen=True)
+class EplbStyle:
+    """How EPLB's programs fit beside those of a kernel.
+
+    ahead: few tokens may load replicas ahead of their count: it pays where quantizing is as quick as mapping.
+    spreads: (up to how many tokens, over which share of the grid its programs are spread). All at the start,
+    they would add at the same time while no program moved memory; in a small grid a late one would end last.
+    """
+
+    ahead: bool
+    spreads: tuple[tuple[int | None, float], ...]
+
+    def spread(self, num_tokens: int) -> float:
+        return next(share for limit, share in self.spreads if limit is None or num_tokens <= limit)
+
+
+GROUP_EPLB = EplbStyle(ahead=True, spreads=((512, 0.0), (4095, 0.2), (None, 0.6)))
+TOKEN_EPLB = EplbStyle(ahead=False, spreads=((512, 0.0), (4095, 0.2), (None, 1.0)))
 
 
 def power_of_two(value: int) -> int:
@@ -95,30 +127,65 @@ def norm_tile(num_tokens: int, hidden: int, interpreted: bool) -> Tile:
 
 
 @dataclass(frozen=True)
-class RoutingTile:
-    """Tokens of a tile, tiles of a routing program, and the bins in which it counts the load (0: none)."""
+class RoutingPlan:
+    """Programs of a grid that repack the routing.
 
+    programs, of `tokens` tokens each, in rows of `slots` slots; every 2^shift-th program is one of them.
+    ahead, load_parts: `megamoe.kernels.routing.map_to_physical` and `record_load` say what they mean.
+    """
+
+    programs: int
     tokens: int
-    tiles: int
-    load_bins: int
+    slots: int
+    shift: int = 0
+    ahead: bool = False
+    load_parts: int = 0
+
+    def constants(self, topk: int) -> dict[str, int | bool]:
+        """The compile-time arguments of a kernel."""
+        return {
+            "TOPK": topk,
+            "ROUTING_SLOTS": self.slots,
+            "ROUTING_TOKENS": self.tokens,
+            "REPLICAS_AHEAD": self.ahead,
+            "LOAD_PARTS": self.load_parts,
+        }
 
 
-def routing_tile(
-    topk: int, num_tokens: int, num_physical: int, num_warps: int, interpreted: bool
-) -> RoutingTile:
-    """For the routing programs; num_physical is 0 where no load is recorded."""
-    padded = power_of_two(topk)
-    limit = power_of_two(max(num_tokens, 1))
-    bins = load_bins(num_physical)
+def routing_plan(
+    topk: int,
+    num_tokens: int,
+    num_physical: int,
+    num_warps: int,
+    other_programs: int,
+    interpreted: bool,
+    style: EplbStyle,
+) -> RoutingPlan:
+    """For num_tokens tokens beside `other_programs` programs; num_physical is 0 where nothing is mapped."""
+    slots = power_of_two(topk)
+    limit = power_of_two(num_tokens)
+    parts = load_parts(num_physical)
+    counted = limit * slots >= LOAD_BINS if interpreted else num_tokens * topk >= COUNTING_SLOTS
+    parts = parts if counted else 0
+    ahead = style.ahead and num_physical > 0 and parts == 0
     if interpreted:
-        return RoutingTile(limit, 1, bins if limit * padded >= bins else 0)
-    tokens = max(32 * num_warps * LANE_SLOTS // padded, 1)
-    if bins and num_tokens * topk >= COUNTING_SLOTS:
-        tiles = num_tokens // (tokens * COUNTING_PROGRAMS)
-        return RoutingTile(tokens, min(max(power_of_two(tiles), 1), COUNTING_TILES), bins)
-    return RoutingTile(min(tokens, limit), 1, 0)
+        tokens = limit
+    elif parts:
+        tokens = max(COUNTED_SLOTS, COUNTED_WARP_SLOTS * num_warps) // slots
+    elif ahead:
+        tokens = min(power_of_two(-(-num_tokens // AHEAD_PROGRAMS)), AHEAD_TOKENS)
+    else:
+        tokens = 32 * num_warps // slots
+    tokens = min(max(tokens, 1), limit)
+    if ahead:  # whole warps, so that it takes one instruction to ask whether any count is high
+        slots = max(slots, 32 // tokens)
+    programs = -(-num_tokens // tokens)
+    share = style.spread(num_tokens) if num_physical and not interpreted else 0.0
+    period = max(int(share * (programs + other_programs) / max(programs, 1)), 1)
+    return RoutingPlan(programs, tokens, slots, period.bit_length() - 1, ahead, parts)
 
 
-def load_bins(num_physical: int) -> int:
-    """Bins of the in-program counts; 0 where experts are too many for counting to pay."""
-    return power_of_two(num_physical) if 0 < num_physical <= MAX_LOAD_BINS else 0
+def load_parts(num_physical: int) -> int:
+    """How many times LOAD_BINS counters a load has; 0 where it is not counted first."""
+    parts = -(-num_physical // LOAD_BINS)
+    return parts if parts <= MAX_LOAD_PARTS else 0

@@ -1,0 +1,146 @@
+"""The routing programs of the staging kernels: every way to map, to count and to stand in the grid."""
+
+import itertools
+from typing import Any
+
+import kernel_calls as calls
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from kernel_calls import poisoned
+
+from megamoe import staging
+from megamoe.eplb import EplbLayerState
+from megamoe.kernels import routing, tuning
+from megamoe.kernels.interpreter import interpret
+from megamoe.kernels.tuning import RoutingPlan
+
+EXPERTS, SLOTS = 24, 6
+COUNTS = [*range(10), -1, -(2**32) + 3]  # zero, above the slots, negative
+COUNTED = [1, 8, 64, 128, 129, 256, 512, 1024, 2047, 2048, 4096, 8192, 32768]
+
+
+def _state(num_physical: int, limit: int, counts: list[int], dtype: torch.dtype) -> EplbLayerState:
+    generator = torch.Generator().manual_seed(11)
+    expert_map = torch.randint(-1, num_physical + 3, (EXPERTS, SLOTS), generator=generator).to(dtype)
+    repeated = list(itertools.islice(itertools.cycle(counts), EXPERTS))
+    return EplbLayerState(
+        torch.zeros(num_physical, dtype=torch.int32),
+        expert_map,
+        torch.tensor(repeated).to(dtype),
+        torch.tensor(True),
+        [torch.tensor(limit)],
+    )
+
+
+def _check(arguments: dict[str, Any], state: EplbLayerState, limit: int) -> None:
+    """Ids and load of a call, against the definition slot by slot."""
+    assert state.logical_to_physical_map is not None
+    assert state.logical_replica_count is not None
+    assert state.expert_load_view is not None
+    load = torch.zeros_like(state.expert_load_view)
+    expected = torch.full_like(arguments["topk_idx_out"], -1)
+    for (token, slot), expert in np.ndenumerate(arguments["topk_ids"].numpy()):
+        if arguments["is_padding"][token] or not 0 <= expert < EXPERTS:
+            continue
+        count = max(int(state.logical_replica_count[expert]), 1)
+        replica = token * 2654435769 % 2**32 % count
+        if replica < SLOTS:
+            physical = int(state.logical_to_physical_map[expert, replica])
+            expected[token, slot] = physical
+            if token < limit and 0 <= physical < load.shape[0]:
+                load[physical] += 1
+    assert torch.equal(arguments["topk_idx_out"], expected)
+    assert torch.equal(state.expert_load_view, load)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ahead", "parts", "shift"),
+    [
+        (1, True, 0, 0),
+        (1, True, 0, 1),
+        (4, True, 0, 1),
+        (4, False, 0, 2),
+        (2, False, 2, 1),
+        (16, False, 2, 0),
+    ],
+    ids=["ahead1", "ahead1_spread", "ahead4_spread", "direct4_spread", "counted2_spread", "counted16"],
+)
+@pytest.mark.parametrize("operation", ["fp8", "token"])
+def test_every_plan_maps_and_records_the_same(
+    operation: str, tokens: int, ahead: bool, parts: int, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, limit = 13, 9
+    plan = RoutingPlan(-(-count // tokens), tokens, 32 if ahead else 4, shift, ahead, parts)
+    monkeypatch.setattr(tuning, "routing_plan", lambda *_: plan)
+    # One row a program, so that there are enough of them to stand between.
+    monkeypatch.setattr(tuning, "_interpreted_rows", lambda *_: 1)
+    make, function = {
+        "fp8": (calls.fp8_inputs, staging.prepare_megamoe_inputs),
+        "token": (calls.token_inputs, staging.prepare_megamoe_nvfp4_inputs),
+    }[operation]
+    given = make(tokens=count, size=128)
+    for counts in ([1, 2, 3, 4], COUNTS):
+        arguments = {**given, **calls.routing(count, topk=3, experts=EXPERTS + 2)}
+        state = _state(300, limit, counts, torch.int64)
+        x = arguments["x"] = poisoned(*given["x"].shape, dtype=given["x"].dtype)
+        function(**{**arguments, "eplb_state": state})
+        _check(arguments, state, limit)
+        plain = {**arguments, "x": poisoned(*x.shape, dtype=x.dtype), "eplb_state": None}
+        function(**plain)
+        assert torch.equal(x.view(torch.uint8), plain["x"].view(torch.uint8))
+
+
+@triton.jit
+def _turns(kinds, indices, num_routing_programs, routing_shift):
+    program = tl.program_id(0)
+    before = routing.routing_programs_before(program, num_routing_programs, routing_shift)
+    if routing.is_routing_program(program, num_routing_programs, routing_shift):
+        tl.store(kinds + program, 1)
+        tl.store(indices + program, program >> routing_shift)
+    else:
+        tl.store(kinds + program, 0)
+        tl.store(indices + program, program - before)
+
+
+@pytest.mark.parametrize(
+    ("routers", "others", "shift"),
+    [
+        (routers, others, shift)
+        for routers, others in ((1, 0), (1, 40), (3, 47), (7, 8), (5, 90))
+        for shift in range(5)
+        if (routers - 1) << shift < routers + others
+    ],
+)
+def test_every_program_has_a_turn(routers: int, others: int, shift: int) -> None:
+    """Routing programs and others are each numbered from 0 without a gap, wherever routing programs stand."""
+    total = routers + others
+    kinds, indices = torch.full((total,), -1), torch.full((total,), -1)
+    interpret(_turns, (total,), (kinds, indices, routers, shift), {})
+    assert indices[kinds == 1].tolist() == list(range(routers))
+    assert indices[kinds == 0].tolist() == list(range(others))
+
+
+@pytest.mark.parametrize("num_physical", [0, 1, 256, 257, 643, 2048, 5000])
+@pytest.mark.parametrize("topk", [1, 3, 8, 33])
+@pytest.mark.parametrize("style", [tuning.GROUP_EPLB, tuning.TOKEN_EPLB], ids=["group", "token"])
+def test_plans_cover_every_token_inside_the_grid(
+    style: tuning.EplbStyle, topk: int, num_physical: int
+) -> None:
+    for num_tokens in COUNTED:
+        for warps, others in ((1, num_tokens), (4, num_tokens * 3), (8, max(num_tokens // 4, 1))):
+            plan = tuning.routing_plan(topk, num_tokens, num_physical, warps, others, False, style)
+            assert plan.programs * plan.tokens >= num_tokens > (plan.programs - 1) * plan.tokens
+            assert plan.slots >= topk
+            assert (plan.programs - 1) << plan.shift < plan.programs + others
+            assert plan.load_parts in (0, -(-num_physical // tuning.LOAD_BINS))
+            assert not (plan.ahead and plan.load_parts)
+            if num_physical == 0:
+                assert (plan.shift, plan.ahead, plan.load_parts) == (0, False, 0)
+
+
+def test_no_tokens_need_no_routing_program() -> None:
+    plan = tuning.routing_plan(8, 0, 288, 4, 0, False, tuning.GROUP_EPLB)
+    assert (plan.programs, plan.shift) == (0, 0)
