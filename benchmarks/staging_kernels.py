@@ -1,38 +1,53 @@
-"""Tile sizes of the staging kernels: times every candidate beside a device copy and DeepGEMM's kernel.
+"""Tiles and routing plans of the staging kernels: candidates beside the choice of `megamoe.kernels.tuning`.
 
     python benchmarks/staging_kernels.py [--hidden 7168 4096] [--tokens 1 8 ...] [--operation fp8 ...]
 
-Method: that of `megamoe.suite.timing`; microseconds per call. What it prints is where the tables of
-`megamoe.kernels.tuning` come from. Run `staging_goldens.py` first: speed of wrong bytes means nothing.
+Method: that of `megamoe.suite.timing`, all candidates of a size in turns; microseconds per call. From what it
+prints come the constants of `megamoe.kernels.tuning`. Run `staging_goldens.py` first: speed of wrong bytes
+means nothing.
 """
 
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from megamoe import eplb, staging
 from megamoe.kernels import tuning
-from megamoe.kernels.tuning import Tile
-from megamoe.suite.timing import rotation_count, time_us
+from megamoe.kernels.tuning import EplbStyle, Rule, Tile
+from megamoe.suite.timing import Call, copies, measure, rotation_count
 
-TOPK, EXPERTS = 8, 256
-CANDIDATES = {
-    "fp8": [(1, 512, 1), (1, 1024, 2), (1, 1024, 4), (2, 1024, 4)],
-    "token": [(1, 2048, 4), (1, 4096, 8), (1, 8192, 16), (1, 4096, 4), (1, 8192, 8), (1, 1024, 2)],
+TOPK, EXPERTS, SLOTS = 8, 256, 4
+RULES = {
+    "fp8": ("GROUP_RULES", "GROUP_EPLB_RULES"),
+    "token": ("TOKEN_RULES", "TOKEN_RULES"),
+    "block": ("BLOCK_RULES", "BLOCK_RULES"),
+}
+TILES = {
+    "fp8": [(1, 512, 1), (1, 1024, 1), (1, 1024, 2), (1, 2048, 4), (2, 1024, 4), (4, 1024, 8)],
+    "token": [(1, 2048, 4), (1, 4096, 8), (1, 8192, 16), (1, 4096, 4), (1, 1024, 2)],
     "block": [(1, 512, 1), (1, 1024, 1), (1, 1024, 2), (2, 1024, 4), (4, 1024, 4), (4, 1024, 8), (8, 512, 8)],
 }  # fmt: skip
+EPLB: dict[str, tuple[int, dict[str, Any]]] = {  # up to how many tokens, and what is set
+    "slot by slot": (1 << 30, {"COUNTING_SLOTS": 1 << 40}),
+    "counted": (1 << 30, {"COUNTING_SLOTS": 0}),
+    "counted, 512 slots": (1 << 30, {"COUNTING_SLOTS": 0, "COUNTED_SLOTS": 512, "COUNTED_WARP_SLOTS": 128}),
+    "ahead, 128 programs": (2047, {"AHEAD_PROGRAMS": 128}),
+    "ahead, 32 programs": (2047, {"AHEAD_PROGRAMS": 32}),
+}
 
-EPLB_VARIANTS = (
-    ("LANE_SLOTS", 4),
-    ("COUNTING_PROGRAMS", 64),
-    ("COUNTING_TILES", 64),
-    ("COUNTING_SLOTS", 4096),
-    ("MAX_LOAD_BINS", 0),
-)
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is set in `megamoe.kernels.tuning`, and whether a call maps ("map") or also records ("record")."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    eplb: str | None = None
 
 
 def buffers(operation: str, tokens: int, hidden: int) -> dict[str, torch.Tensor]:
@@ -65,33 +80,72 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
 }
 
 
-def rotation(operation: str, tokens: int, hidden: int) -> list[dict[str, torch.Tensor]]:
-    return [buffers(operation, tokens, hidden) for _ in range(rotation_count(tokens * hidden * 3, "cuda"))]
-
-
-def use_tile(operation: str, tile: tuple[int, int, int] | None, saved: dict[str, object]) -> None:
-    """Force one tile (None: what the tables say)."""
-    for name, value in saved.items():
+def call_with(settings: dict[str, Any], function: Callable[..., None], arguments: dict[str, Any]) -> None:
+    """A call under other constants, which are put back."""
+    kept = {name: getattr(tuning, name) for name in settings}
+    for name, value in settings.items():
         setattr(tuning, name, value)
-    if tile is None:
-        return
-    if operation == "token":
-        tuning.row_tile = lambda *_: Tile(*tile)
-    else:
-        tuning.column_tile = lambda *_: Tile(*tile)
+    try:
+        function(**arguments)
+    finally:
+        for name, value in kept.items():
+            setattr(tuning, name, value)
 
 
-def layer_state() -> eplb.EplbLayerState:
-    expert_map = torch.full((EXPERTS, 3), -1, dtype=torch.int64, device="cuda")
-    expert_map[:, 0] = torch.arange(EXPERTS, device="cuda")
-    expert_map[:32, 1] = torch.arange(EXPERTS, EXPERTS + 32, device="cuda")
+def spread(style: EplbStyle, share: float) -> EplbStyle:
+    """The style with one share for any number of tokens."""
+    return EplbStyle(style.ahead, ((None, share),))
+
+
+def candidates(operation: str, tokens: int, hidden: int, tables_only: bool) -> dict[str, Candidate]:
+    """By name; those of the tables first."""
+    found = {"tables": Candidate()}
+    if operation != "block":
+        found |= {f"tables, eplb {kind}": Candidate(eplb=kind) for kind in ("record", "map")}
+    if tables_only:
+        return found
+    rules, eplb_rules = RULES[operation]
+    for tile in TILES[operation]:
+        if operation != "token" and hidden % tile[1]:
+            continue
+        name = "x".join(map(str, tile))
+        found[name] = Candidate({rules: (Rule(None, Tile(*tile)),)})
+        if operation == "fp8":
+            found[f"{name}, eplb"] = Candidate({eplb_rules: (Rule(None, Tile(*tile)),)}, "record")
+    if operation != "block":
+        style = "GROUP_EPLB" if operation == "fp8" else "TOKEN_EPLB"
+        for name, (limit, settings) in EPLB.items():
+            if tokens <= limit:
+                found[f"eplb {name}"] = Candidate(settings, "record")
+        for share in (0.0, 0.3, 0.9):
+            settings = {style: spread(getattr(tuning, style), share)}
+            found[f"eplb spread {share}"] = Candidate(settings, "record")
+    return found
+
+
+def layer_state(kind: str) -> eplb.EplbLayerState:
+    """One to SLOTS replicas an expert, and a load that is recorded or not."""
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(1, SLOTS + 1, (EXPERTS,), generator=generator)
+    physical = int(counts.sum())
+    expert_map = torch.full((EXPERTS, SLOTS), -1)
+    expert_map[torch.arange(SLOTS) < counts[:, None]] = torch.randperm(physical, generator=generator)
     return eplb.EplbLayerState(
-        torch.zeros(EXPERTS + 32, dtype=torch.int32, device="cuda"),
-        expert_map,
-        (expert_map >= 0).sum(1),
-        torch.tensor(True, device="cuda"),
+        torch.zeros(physical, dtype=torch.int32, device="cuda"),
+        expert_map.cuda(),
+        counts.cuda(),
+        torch.tensor(kind == "record", device="cuda"),
         [torch.tensor(1 << 30, dtype=torch.int32, device="cuda")],
     )
+
+
+def calls(operation: str, candidate: Candidate, sets: Sequence[dict[str, torch.Tensor]]) -> list[Call]:
+    """One call a set of buffers."""
+    made: list[Call] = []
+    for arguments in sets:
+        state = {"eplb_state": layer_state(candidate.eplb)} if candidate.eplb else {}
+        made.append(partial(call_with, candidate.settings, FUNCTIONS[operation], {**arguments, **state}))
+    return made
 
 
 def pre_dispatch() -> Callable[..., None] | None:
@@ -115,81 +169,39 @@ def moved_bytes(operation: str, hidden: int) -> float:
     return 2 * hidden + outputs + routing
 
 
-def report(operation: str, tokens: list[int], hidden: int, tiles: list[tuple[int, int, int] | None]) -> None:
-    saved = {"row_tile": tuning.row_tile, "column_tile": tuning.column_tile}
-    rows: dict[str, list[float]] = {}
-    copies, bandwidths = [], []
+def report(operation: str, tokens: Sequence[int], hidden: int, tables_only: bool) -> None:
+    rows: dict[str, dict[int, float]] = {}
     peer = pre_dispatch() if operation == "fp8" else None
     for count in tokens:
-        sets = rotation(operation, count, hidden)
-        total = moved_bytes(operation, hidden) * count
-        sizes = int(total) // 2
-        pairs = [(torch.empty(sizes, dtype=torch.uint8, device="cuda"), torch.empty(sizes, dtype=torch.uint8,
-                  device="cuda")) for _ in sets]  # fmt: skip
-        copies.append(time_us([partial(b.copy_, a) for a, b in pairs]))
-        bandwidths.append(total / copies[-1] * 1e-6)
-        del pairs
-        for tile in tiles:
-            if tile is not None and operation != "token" and hidden % tile[1]:
-                continue
-            use_tile(operation, tile, saved)
-            name = "tables" if tile is None else "x".join(map(str, tile))
-            try:
-                calls = [partial(FUNCTIONS[operation], **b) for b in sets]
-                rows.setdefault(name, []).append(time_us(calls))
-                if operation != "block" and tile is None:
-                    state = layer_state()
-                    calls = [partial(FUNCTIONS[operation], **b, eplb_state=state) for b in sets]
-                    rows.setdefault("tables+eplb", []).append(time_us(calls))
-                    for name, value in EPLB_VARIANTS if operation == "fp8" else ():
-                        kept = getattr(tuning, name)
-                        setattr(tuning, name, value)
-                        rows.setdefault(f"eplb {name} {value}", []).append(time_us(calls))
-                        setattr(tuning, name, kept)
-                    assert state.should_record_tensor is not None
-                    state.should_record_tensor.fill_(False)
-                    rows.setdefault("eplb, not recording", []).append(time_us(calls))
-            except Exception as error:
-                print(f"{name}: {type(error).__name__}: {str(error)[:200]}")
-                rows.setdefault(name, []).append(float("nan"))
-        use_tile(operation, None, saved)
+        moved = int(moved_bytes(operation, hidden) * count)
+        sets = [buffers(operation, count, hidden) for _ in range(rotation_count(moved, "cuda"))]
+        timed = {f"copy, {name}": found for name, found in copies(moved, len(sets), "cuda").items()}
+        for name, candidate in candidates(operation, count, hidden, tables_only).items():
+            timed[name] = calls(operation, candidate, sets)
         if peer is not None:
-            try:
-                rows.setdefault("deep_gemm", []).append(
-                    time_us([partial(deep_gemm_call, peer, b) for b in sets])
-                )
-            except Exception as error:
-                print(f"deep_gemm: {type(error).__name__}: {str(error)[:200]}")
-                peer = None
-        del sets
+            timed["deep_gemm"] = [partial(deep_gemm_call, peer, one) for one in sets]
+        for name, timing in measure(timed, "cuda").items():
+            rows.setdefault(name, {})[count] = timing.median_us
+        del sets, timed
         torch.cuda.empty_cache()
     print(f"\n{operation} hidden {hidden}, us a call; tokens: " + " ".join(f"{t:>8}" for t in tokens))
-    print(f"{'device copy':>24} " + " ".join(f"{v:8.2f}" for v in copies))
-    print(f"{'  TB/s':>24} " + " ".join(f"{v:8.2f}" for v in bandwidths))
     for name, values in rows.items():
-        print(f"{name:>24} " + " ".join(f"{v:8.2f}" for v in values))
-    best = [min(v[i] for v in rows.values() if i < len(v) and v[i] == v[i]) for i in range(len(tokens))]
-    print(
-        f"{'best, share of copy':>24} " + " ".join(f"{c / b:8.2f}" for c, b in zip(copies, best, strict=True))
-    )
+        print(f"{name:>24} " + " ".join(f"{values.get(t, float('nan')):8.2f}" for t in tokens))
 
 
 def warm(shard: int, shards: int, hidden: list[int], operations: list[str], tokens: list[int]) -> None:
     """Compile a share of the candidates into Triton's cache."""
-    jobs = [(o, h, t) for o in operations for h in hidden for t in [*CANDIDATES[o], None]]
-    saved = {"row_tile": tuning.row_tile, "column_tile": tuning.column_tile}
-    for operation, size, tile in jobs[shard::shards]:
-        if tile is not None and operation != "token" and size % tile[1]:
-            continue
-        use_tile(operation, tile, saved)
-        for count in tokens if tile is None else {min(t, 64) for t in tokens}:
-            try:
-                b = buffers(operation, count, size)
-                FUNCTIONS[operation](**b)
-                if tile is None and operation != "block":
-                    FUNCTIONS[operation](**b, eplb_state=layer_state())
-            except Exception as error:
-                print(f"{operation} {size} {tile}: {type(error).__name__}: {str(error)[:300]}")
+    jobs = [
+        (operation, size, count, candidate)
+        for operation in operations
+        for size in hidden
+        for count in tokens
+        for candidate in candidates(operation, count, size, False).values()
+        if candidate.eplb != "map"
+    ]
+    for operation, size, count, candidate in jobs[shard::shards]:
+        for call in calls(operation, candidate, [buffers(operation, count, size)]):
+            call()
     torch.cuda.synchronize()
 
 
@@ -197,7 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, nargs="+", default=[7168, 4096])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512, 2048, 8192, 32768])
-    parser.add_argument("--operation", nargs="+", default=["fp8", "token", "block"], choices=list(CANDIDATES))
+    parser.add_argument("--operation", nargs="+", default=["fp8", "token", "block"], choices=list(FUNCTIONS))
     parser.add_argument("--tables-only", action="store_true", help="no candidates, only the tables' choice")
     parser.add_argument("--warm", help="i/n: only compile share i of n")
     arguments = parser.parse_args()
@@ -211,8 +223,7 @@ def main() -> None:
         worker.wait()
     for operation in arguments.operation:
         for hidden in arguments.hidden:
-            tiles = [None] if arguments.tables_only else [*CANDIDATES[operation], None]
-            report(operation, arguments.tokens, hidden, tiles)
+            report(operation, arguments.tokens, hidden, arguments.tables_only)
 
 
 if __name__ == "__main__":

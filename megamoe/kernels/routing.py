@@ -43,64 +43,63 @@ def is_routing_program(program, num_routing_programs, routing_shift):
 
 @triton.jit
 def load_record_flags(eplb):
-    """(is the load recorded, number of tokens whose load counts as int32).
+    """(is the load recorded, number of tokens whose load counts as int64).
 
     Asked for before anything else: nothing waits for them until the ids are mapped.
     """
     record, num_unpadded = eplb[7], eplb[8]
     recording = tl.load(record) != 0
-    limit = tl.full((), 0x7FFFFFFF, tl.int32)
+    limit = tl.full((), 1 << 62, tl.int64)
     if num_unpadded is not None:
-        limit = tl.minimum(tl.maximum(tl.load(num_unpadded), 0), 0x7FFFFFFF).to(tl.int32)
+        limit = tl.load(num_unpadded).to(tl.int64)
     return recording, limit
 
 
 @triton.jit
-def look_up(ids, tokens, mask, eplb):
-    """(ids in [0, num_logical)?, pointers to their rows of the map, replica counts, hashes of tokens)."""
-    expert_map, expert_map_stride = eplb[0], eplb[1]
+def replica_of(token_hash, count):
+    return token_hash % tl.maximum(count, 1).to(tl.uint32)
+
+
+@triton.jit
+def map_replica(row, slot_stride, num_slots, replica, valid):
+    """The physical expert in slot `replica` of a map's row; -1 beyond its slots, which must not be read."""
+    offset = replica.to(tl.int64) * slot_stride
+    return tl.load(row + offset, mask=valid & (replica < num_slots), other=-1)
+
+
+@triton.jit
+def map_to_physical(ids, tokens, mask, eplb, AHEAD: tl.constexpr):
+    """Physical ids (int64) of logical ids, -1 for ids outside [0, num_logical), empty slots and masked ones.
+
+    The replica is hash(token) modulo the replica count, with the hash in unsigned 32-bit arithmetic.
+    AHEAD loads the first four replicas beside the count, not after it, and divides only for higher counts.
+    It halves the way from id to physical id, at five loads a slot: for few tokens.
+    """
+    expert_map, expert_map_stride, slot_stride = eplb[0], eplb[1], eplb[2]
     replica_count, replica_count_stride = eplb[3], eplb[4]
-    num_logical = eplb[9]
+    num_logical, num_slots = eplb[9], eplb[10]
     valid = mask & (ids >= 0) & (ids < num_logical)
     safe_ids = tl.where(valid, ids, 0).to(tl.int64)
     count = tl.load(replica_count + safe_ids * replica_count_stride, mask=valid, other=1)
     row = expert_map + safe_ids * expert_map_stride
-    return valid, row, count, tokens.to(tl.uint32) * REPLICA_HASH_MULTIPLIER
-
-
-@triton.jit
-def map_replica(row, replica, valid, eplb):
-    """The physical expert in slot `replica` of a map's row; -1 beyond its slots, which must not be read."""
-    slot_stride, num_slots = eplb[2], eplb[10]
-    offset = replica.to(tl.int64) * slot_stride
-    return tl.load(row + offset, mask=valid & (replica < num_slots), other=-1).to(tl.int64)
-
-
-@triton.jit
-def map_any(row, count, token_hash, valid, eplb):
-    """Physical ids: the replica is the token's unsigned 32-bit hash modulo the replica count."""
-    return map_replica(row, token_hash % tl.maximum(count, 1).to(tl.uint32), valid, eplb)
-
-
-@triton.jit
-def map_ahead(row, count, token_hash, valid, eplb):
-    """`map_any`, but four replicas are loaded beside the count, and only higher counts need a division.
-
-    Half the way from id to physical id, at five loads a slot: for few tokens.
-    """
-    slot = tl.zeros(token_hash.shape, tl.uint32)
-    first = map_replica(row, slot, valid, eplb)
-    second = map_replica(row, slot + 1, valid, eplb)
-    third = map_replica(row, slot + 2, valid, eplb)
-    fourth = map_replica(row, slot + 3, valid, eplb)
-    few = tl.where((count > 4) | (count < 0), 5, count).to(tl.int32)
-    replica = tl.where(few == 4, token_hash & 3, tl.where(few == 3, token_hash % 3, token_hash & 1))
-    is_odd = (few > 1) & ((replica & 1) != 0)
-    physical = tl.where(is_odd, second, first)
-    physical = tl.where((few > 2) & (replica >= 2), tl.where(is_odd, fourth, third), physical)
-    if tl.max(few, 0) > 4:
-        physical = map_any(row, count, token_hash, valid, eplb)
-    return physical
+    token_hash = tokens.to(tl.uint32) * REPLICA_HASH_MULTIPLIER
+    if AHEAD:
+        slot = tl.zeros(ids.shape, tl.uint32)
+        first = map_replica(row, slot_stride, num_slots, slot, valid)
+        second = map_replica(row, slot_stride, num_slots, slot + 1, valid)
+        third = map_replica(row, slot_stride, num_slots, slot + 2, valid)
+        fourth = map_replica(row, slot_stride, num_slots, slot + 3, valid)
+        is_even = token_hash % 2 == 0
+        of_two = tl.where(is_even, first, second)
+        of_three = tl.where(token_hash % 3 == 0, first, tl.where(token_hash % 3 == 1, second, third))
+        of_four = tl.where(token_hash % 4 < 2, of_two, tl.where(is_even, third, fourth))
+        several = tl.where(count == 2, of_two, tl.where(count == 3, of_three, of_four))
+        physical = tl.where(count < 2, first, several)
+        if tl.max((count > 4).to(tl.int32), 0) != 0:
+            physical = map_replica(row, slot_stride, num_slots, replica_of(token_hash, count), valid)
+    else:
+        physical = map_replica(row, slot_stride, num_slots, replica_of(token_hash, count), valid)
+    return physical.to(tl.int64)
 
 
 @triton.jit
@@ -113,8 +112,7 @@ def record_load(program, physical, tokens, eplb, recording, limit, LOAD_PARTS: t
     """
     load, load_stride, num_physical = eplb[5], eplb[6], eplb[11]
     if recording:
-        # Unsigned, so that -1 is beyond all of them.
-        counts = (physical.to(tl.uint64, bitcast=True) < num_physical) & (tokens < limit)
+        counts = (physical >= 0) & (physical < num_physical) & (tokens < limit)
         if LOAD_PARTS == 0:
             tl.atomic_add(load + physical * load_stride, 1, mask=counts, sem="relaxed")
         else:
@@ -143,7 +141,6 @@ def store_topk(
     """Repacks the routing of TOKENS tokens: int64 ids, float32 weights, padding as -1 and 0.
 
     `topk` is `pack_topk(...)`, `eplb` is `pack_eplb(...)` or None. SLOTS: a power of two not below TOPK.
-    AHEAD: `map_ahead` in place of `map_any`.
     """
     (
         topk_ids,
@@ -182,11 +179,7 @@ def store_topk(
         tl.store(id_pointers, ids.to(tl.int64), mask=mask)
         tl.store(weight_pointers, weights, mask=mask)
     else:
-        valid, row, count, token_hash = look_up(ids, tokens, mask, eplb)
-        if AHEAD:
-            physical = map_ahead(row, count, token_hash, valid, eplb)
-        else:
-            physical = map_any(row, count, token_hash, valid, eplb)
+        physical = map_to_physical(ids, tokens, mask, eplb, AHEAD)
         tl.store(weight_pointers, weights, mask=mask)
         tl.store(id_pointers, physical, mask=mask)
         record_load(program, physical, tokens, eplb, recording, limit, LOAD_PARTS)
@@ -203,8 +196,7 @@ def eplb_kernel(
     recording, limit = load_record_flags(eplb)
     ids = tl.load(topk_ids + position, mask=mask, other=-1).to(tl.int32)
     tokens = (position // num_slots).to(tl.int32)
-    valid, row, count, token_hash = look_up(ids, tokens, mask, eplb)
-    physical = map_any(row, count, token_hash, valid, eplb)
+    physical = map_to_physical(ids, tokens, mask, eplb, False)
     tl.store(physical_ids + position, physical, mask=mask)
     record_load(program, physical, tokens, eplb, recording, limit, LOAD_PARTS)
 
