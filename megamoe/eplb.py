@@ -66,6 +66,11 @@ class EplbTensors:
     names: tuple[str, str, str, str, str]
 
     @property
+    def num_physical(self) -> int:
+        """Counters of the load."""
+        return self.load.shape[0]
+
+    @property
     def output(self) -> tuple[str, torch.Tensor]:
         """The tensor that the mapping writes."""
         return self.names[0], self.load
@@ -180,7 +185,7 @@ def eplb_map_to_physical_and_record(
     ids = topk_ids.contiguous()
     physical_ids = torch.empty_like(ids)
     block = 4096 if is_interpreted(ids.device) else 1024
-    parts = tuning.load_parts(tensors.load.shape[0]) if ids.numel() >= tuning.LOAD_BINS else 0
+    parts = tuning.load_parts(tensors.num_physical) if ids.numel() >= tuning.LOAD_BINS else 0
     launch(
         eplb_kernel,
         -(-ids.numel() // block),
