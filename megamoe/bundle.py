@@ -27,7 +27,7 @@ from torch import Tensor
 FORMAT = "megamoe-bundle/1"
 PADDINGS = ("undefined",)
 
-_DTYPES: dict[str, torch.dtype] = {
+DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         torch.bool,
@@ -45,7 +45,7 @@ _DTYPES: dict[str, torch.dtype] = {
         torch.float8_e8m0fnu,
     )
 }
-_DTYPES["e2m1x2"] = torch.uint8
+DTYPES["e2m1x2"] = torch.uint8
 _STORED_AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 _METADATA = ("producer", "device", "torch", "triton")
 
@@ -227,7 +227,7 @@ def write_bundle(
 
 def _describe(name: str | None, tensor: Tensor, *, keep_stride: bool) -> dict[str, Any]:
     name = name or dtype_name(tensor.dtype)
-    if name not in _DTYPES:
+    if name not in DTYPES:
         raise BundleError(f"a bundle cannot hold dtype {name}")
     described: dict[str, Any] = {"dtype": name, "shape": list(tensor.shape)}
     if keep_stride:
@@ -284,7 +284,7 @@ def _check_description(
 ) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None]:
     if not isinstance(described, dict):
         raise BundleError(f"{label}: must be described by an object, got {type(described).__name__}")
-    dtype = _DTYPES.get(str(described.get("dtype")))
+    dtype = DTYPES.get(str(described.get("dtype")))
     if dtype is None:
         raise BundleError(f"{label}: unknown dtype {described.get('dtype')!r}")
     shape: Any = described.get("shape")

@@ -58,8 +58,8 @@ def assert_bitwise(
     padding: "undefined" if bytes between elements mean nothing. code: format of scale bytes. message: a
     title. artifacts: a folder for the page and the bundles of a failure.
 
-    TypeError for what is not a tensor; ValueError for outputs that only one side has, and for an unknown
-    layout or one that does not fit the tensor. A page that cannot be written is said in the message, and
+    TypeError for what is not a tensor; ValueError for outputs that only one side has, for unknown names, and
+    for a layout that does not fit the tensor. A page that cannot be written is said in the message, and
     hides nothing. The message has at most 25 lines, and one that names the page.
     """
     from megamoe.explain.api import explain

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megamoe.bundle import dtype_name
+from megamoe.bundle import DTYPES, dtype_name
 from megamoe.explain.engine import explain_cases
 from megamoe.explain.findings import Report
 from megamoe.explain.pairs import CasePair, OutputPair
@@ -38,8 +38,9 @@ def explain(
     format of scale bytes ("ue8m0", "ue4m3").
 
     TypeError for anything that is not a tensor; ValueError for outputs that only one side has, for an unknown
-    layout, and for sizes that a layout does not have.
+    operation, output, dtype, code or layout, and for sizes that a layout does not have.
     """
+    _check_names(op, output, dtype, code)
     many = isinstance(expected, Mapping)
     if many != isinstance(actual, Mapping):
         raise TypeError("actual and expected: both tensors, or both mappings of tensors by output name")
@@ -68,6 +69,28 @@ def explain(
         )
     cpu = {name: tensor.detach().cpu() for name, tensor in (inputs or {}).items()}
     return explain_cases([CasePair(tuple(pairs), op, dict(params or {}), cpu)], title=title, replay=replay)
+
+
+def _check_names(
+    op: str | None, output: str | None, dtype: str | Mapping[str, str] | None, code: str | None
+) -> None:
+    """ValueError for a name that would otherwise only make the explanation poorer."""
+    from megamoe.explain.variants import all_replays
+    from megamoe.suite.table import table
+    from reference.formats import FORMATS
+
+    if op is not None:
+        operation = table().get(op)
+        known = sorted({*table(), *all_replays()})
+        if op not in known:
+            raise ValueError(f"op: expected one of {known}, got {op!r}")
+        if operation is not None and output is not None and output not in operation.outputs:
+            raise ValueError(f"output: expected one of {sorted(operation.outputs)} of {op}, got {output!r}")
+    for name in dtype.values() if isinstance(dtype, Mapping) else [dtype] if dtype is not None else []:
+        if name not in DTYPES:
+            raise ValueError(f"dtype: expected one of {sorted(DTYPES)}, got {name!r}")
+    if code is not None and code not in FORMATS:
+        raise ValueError(f"code: expected one of {sorted(FORMATS)}, got {code!r}")
 
 
 def _of(value: Any, name: str, many: bool) -> Any:

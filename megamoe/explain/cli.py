@@ -133,6 +133,10 @@ def layout(
     from megamoe.explain.files import InputError
     from megamoe.explain.sizes import layout_of_shape
 
+    if name is None and (shape or params or svg_path or first_row or memory):
+        raise click.UsageError(
+            "expected the NAME of a layout beside the options; without one, they are listed"
+        )
     try:
         if name is None:
             list_layouts(as_json)

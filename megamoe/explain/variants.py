@@ -124,8 +124,8 @@ def replays(*operations: str) -> Callable[[Callable[[Call], Replay | None]], Cal
     return register
 
 
-def replay_of(call: Call) -> Replay | None:
-    """The replay of a call, or None if the operation has none or the inputs do not suffice."""
+def all_replays() -> Mapping[str, Callable[[Call], Replay | None]]:
+    """How operations are replayed, by name."""
     from megamoe.explain import (  # noqa: F401 (they register)
         variants_forward,
         variants_fp8,
@@ -133,7 +133,12 @@ def replay_of(call: Call) -> Replay | None:
         variants_routing,
     )
 
-    make = REPLAYS.get(call.op)
+    return REPLAYS
+
+
+def replay_of(call: Call) -> Replay | None:
+    """The replay of a call, or None if the operation has none or the inputs do not suffice."""
+    make = all_replays().get(call.op)
     return make(call) if make is not None else None
 
 

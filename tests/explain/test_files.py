@@ -343,3 +343,12 @@ def test_layout_refuses(arguments: list[str], words: str) -> None:
     code, out, err = run_layout(*arguments)
     assert (code, out) == (2, "")
     assert words in err
+
+
+@pytest.mark.parametrize(
+    "option", [["--shape", "200x8"], ["--param", "block_m=64"], ["--memory"], ["--from", "3"]]
+)
+def test_layout_options_need_a_name(option: list[str]) -> None:
+    result = CliRunner().invoke(layout, option)
+    assert result.exit_code == 2
+    assert "NAME" in result.output

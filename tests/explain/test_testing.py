@@ -122,6 +122,23 @@ def test_bad_arguments() -> None:
         assert_bitwise(tensor, tensor, layout="swizzle_128x4", params={"rows": 128, "groups": 4})
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"op": "prepare_megamoe_input"},
+        {"op": "prepare_megamoe_inputs", "output": "x_scales"},
+        {"dtype": "fp8"},
+        {"code": "e8m0"},
+    ],
+    ids=["op", "output", "dtype", "code"],
+)
+def test_unknown_names_are_refused(names: dict[str, str]) -> None:
+    """A misspelt name must not merely make the explanation poorer, and not wait for a difference."""
+    tensor = torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=f"{list(names)[-1]}: expected one of"):
+        assert_bitwise(tensor, tensor.clone(), **names)  # type: ignore[arg-type]
+
+
 def test_artifacts(tmp_path: Path) -> None:
     fault = FAULTS["scale_rounding_floor-small"]
     scene = fault.scene()
