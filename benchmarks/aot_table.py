@@ -49,6 +49,7 @@ class Row:
 ROWS = (
     Row("FP8, UE8M0 per 32", "prepare_megamoe_inputs", 8),
     Row("FP8, UE8M0 per 32", "prepare_megamoe_inputs"),
+    Row("FP8, EPLB", "prepare_megamoe_inputs", 8, params={"eplb": "record"}),
     Row("FP8, EPLB", "prepare_megamoe_inputs", params={"eplb": "record"}),
     Row("FP8, shared pages, padding", "prepare_megamoe_inputs",
         params={"shared_block_m": 64, "padding": "tail"}),
