@@ -33,12 +33,15 @@ TILES = {
     "token": [(1, 2048, 4), (1, 4096, 8), (1, 8192, 16), (1, 4096, 4), (1, 1024, 2)],
     "block": [(1, 512, 1), (1, 1024, 1), (1, 1024, 2), (2, 1024, 4), (4, 1024, 4), (4, 1024, 8), (8, 512, 8)],
 }  # fmt: skip
-EPLB: dict[str, tuple[int, dict[str, Any]]] = {  # up to how many tokens, and what is set
-    "slot by slot": (1 << 30, {"COUNTING_SLOTS": 1 << 40}),
-    "counted": (1 << 30, {"COUNTING_SLOTS": 0}),
-    "counted, 512 slots": (1 << 30, {"COUNTING_SLOTS": 0, "COUNTED_SLOTS": 512, "COUNTED_WARP_SLOTS": 128}),
-    "ahead, 128 programs": (2047, {"AHEAD_PROGRAMS": 128}),
-    "ahead, 32 programs": (2047, {"AHEAD_PROGRAMS": 32}),
+EPLB: dict[str, tuple[range, dict[str, Any]]] = {  # for how many tokens, and what is set
+    "slot by slot": (range(1, 1 << 30), {"COUNTING_SLOTS": 1 << 40}),
+    "counted": (range(64, 1 << 30), {"COUNTING_SLOTS": 0}),
+    "counted, 512 slots": (
+        range(64, 1 << 30),
+        {"COUNTING_SLOTS": 0, "COUNTED_SLOTS": 512, "COUNTED_WARP_SLOTS": 128},
+    ),
+    "ahead, 128 programs": (range(1, 2048), {"AHEAD_PROGRAMS": 128}),
+    "ahead, 32 programs": (range(1, 2048), {"AHEAD_PROGRAMS": 32}),
 }
 
 
@@ -114,8 +117,8 @@ def candidates(operation: str, tokens: int, hidden: int, tables_only: bool) -> d
             found[f"{name}, eplb"] = Candidate({eplb_rules: (Rule(None, Tile(*tile)),)}, "record")
     if operation != "block":
         style = "GROUP_EPLB" if operation == "fp8" else "TOKEN_EPLB"
-        for name, (limit, settings) in EPLB.items():
-            if tokens <= limit:
+        for name, (numbers, settings) in EPLB.items():
+            if tokens in numbers:
                 found[f"eplb {name}"] = Candidate(settings, "record")
         for share in (0.0, 0.3, 0.9):
             settings = {style: spread(getattr(tuning, style), share)}

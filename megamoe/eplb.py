@@ -33,7 +33,7 @@ class EplbLayerState:
 
     expert_load_view: [physical experts] int32 or int64, incremented per routed live token.
     logical_to_physical_map: [logical experts, slots] int32 or int64; -1 beyond the replica count.
-    logical_replica_count: [logical experts] int32 or int64.
+    logical_replica_count: [logical experts] int32 or int64, below 2^32.
     should_record_tensor: scalar bool; the load is recorded while it is true.
     num_unpadded_tokens_tensors: one scalar int32 or int64 tensor per micro-batch; tokens at or past that
     count are mapped but not recorded.

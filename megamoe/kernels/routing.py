@@ -45,7 +45,7 @@ def is_routing_program(program, num_routing_programs, routing_shift):
 def load_record_flags(eplb):
     """(is the load recorded, number of tokens whose load counts as int64).
 
-    Asked for before anything else: nothing waits for them until the ids are mapped.
+    Asked for before the ids are mapped: nothing waits for them until then.
     """
     record, num_unpadded = eplb[7], eplb[8]
     recording = tl.load(record) != 0
@@ -159,7 +159,7 @@ def store_topk(
         is_padding_stride,
     ) = topk
     position = tl.arange(0, TOKENS * SLOTS)
-    slots = position % SLOTS
+    slots = (position % SLOTS).to(tl.int64)
     tokens = program * TOKENS + position // SLOTS
     mask = (tokens < num_tokens) & (slots < TOPK)
     rows = tokens.to(tl.int64)

@@ -167,9 +167,9 @@ def routing_plan(
     parts = load_parts(num_physical)
     counted = limit * slots >= LOAD_BINS if interpreted else num_tokens * topk >= COUNTING_SLOTS
     parts = parts if counted else 0
-    ahead = style.ahead and num_physical > 0 and parts == 0
+    ahead = style.ahead and num_physical > 0 and not counted
     if interpreted:
-        tokens = limit
+        tokens = min(limit, INTERPRETER_ELEMENTS // slots)
     elif parts:
         tokens = max(COUNTED_SLOTS, COUNTED_WARP_SLOTS * num_warps) // slots
     elif ahead:

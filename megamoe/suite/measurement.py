@@ -26,7 +26,7 @@ Status = Literal["timed", "differs", "skipped", "failed"]
 # A row's generator makes at most this many tokens; a longer case draws its rows from them, in random order.
 # Prime, and no size that another axis has: a first axis of this length is the axis of tokens.
 GENERATED_TOKENS = 2039
-COPY = "copy, "  # no implementation's name begins like this
+COPY = "\0copy "  # no implementation can be named so on a command line
 # What is measured unless the command line says otherwise, where a row has the parameter.
 DEFAULTS: Params = {"values": "random", "topk": 8, "experts": 256, "ids": "i32"}
 

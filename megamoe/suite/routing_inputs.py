@@ -87,7 +87,7 @@ def eplb_tensors(experts: int, slots: int, rng: np.random.Generator, dtype: str 
     if experts > 2:
         busiest = int(np.argmax(counts))
         wide[busiest, 0] = -1  # a hole that is hit
-        wide[(busiest + 1) % experts, 0] = physical + 5  # out of the load's range: mapped, never counted
+        wide[(busiest + 1) % experts, 0] = physical  # just beyond the load: mapped, never counted
     kind = DTYPES[dtype]
     return {
         "logical_to_physical_map": torch.from_numpy(wide).to(kind)[:, :slots],

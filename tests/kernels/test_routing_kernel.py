@@ -18,6 +18,7 @@ from megamoe.kernels.interpreter import interpret
 from megamoe.kernels.tuning import RoutingPlan
 
 EXPERTS, SLOTS = 24, 6
+GUARD = 8  # counters behind the load that nobody may touch
 COUNTS = [*range(10), -1, -(2**32) + 3]  # zero, above the slots, negative
 COUNTED = [1, 8, 64, 128, 129, 256, 512, 1024, 2047, 2048, 4096, 8192, 32768]
 
@@ -27,7 +28,7 @@ def _state(num_physical: int, limit: int, counts: list[int], dtype: torch.dtype)
     expert_map = torch.randint(-1, num_physical + 3, (EXPERTS, SLOTS), generator=generator).to(dtype)
     repeated = list(itertools.islice(itertools.cycle(counts), EXPERTS))
     return EplbLayerState(
-        torch.zeros(num_physical, dtype=torch.int32),
+        torch.zeros(num_physical + GUARD, dtype=torch.int32)[:num_physical],
         expert_map,
         torch.tensor(repeated).to(dtype),
         torch.tensor(True),
@@ -54,6 +55,7 @@ def _check(arguments: dict[str, Any], state: EplbLayerState, limit: int) -> None
                 load[physical] += 1
     assert torch.equal(arguments["topk_idx_out"], expected)
     assert torch.equal(state.expert_load_view, load)
+    assert not state.expert_load_view.as_strided((GUARD,), (1,), load.shape[0]).any()
 
 
 @pytest.mark.parametrize(
@@ -144,3 +146,40 @@ def test_plans_cover_every_token_inside_the_grid(
 def test_no_tokens_need_no_routing_program() -> None:
     plan = tuning.routing_plan(8, 0, 288, 4, 0, False, tuning.GROUP_EPLB)
     assert (plan.programs, plan.shift) == (0, 0)
+
+
+def test_a_load_too_long_to_count_is_no_call_of_few_tokens() -> None:
+    plan = tuning.routing_plan(8, 32768, 2049, 8, 57344, False, tuning.GROUP_EPLB)
+    assert (plan.ahead, plan.load_parts) == (False, 0)
+
+
+def test_more_slots_than_an_interpreted_tile_holds() -> None:
+    tokens, topk = 131073, 8
+    arguments = calls.bf16_inputs(tokens=tokens, size=16)
+    arguments |= {
+        "topk_weights": torch.rand(tokens, topk),
+        "topk_ids": torch.randint(0, 99, (tokens, topk)),
+        "topk_idx_out": poisoned(tokens, topk, dtype=torch.int64),
+        "topk_weights_out": poisoned(tokens, topk, dtype=torch.float32),
+        "is_padding": None,
+    }
+    staging.prepare_megamoe_bf16_inputs(**arguments)
+    assert torch.equal(arguments["topk_idx_out"], arguments["topk_ids"])
+    assert torch.equal(arguments["topk_weights_out"], arguments["topk_weights"])
+
+
+def test_columns_far_apart_are_addressed_in_64_bits() -> None:
+    """Slot 7 is 7 * 2^29 elements behind slot 0: the untouched memory between them costs nothing."""
+    apart, topk = 2**29, 8
+    arguments = calls.bf16_inputs(tokens=2, size=16)
+    far = torch.empty((topk - 1) * apart + 2, dtype=torch.bfloat16).as_strided((2, topk), (1, apart))
+    far.copy_(torch.arange(2 * topk).view(2, topk))
+    arguments |= {
+        "topk_weights": far,
+        "topk_ids": torch.zeros(2, topk, dtype=torch.int64),
+        "topk_idx_out": poisoned(2, topk, dtype=torch.int64),
+        "topk_weights_out": poisoned(2, topk, dtype=torch.float32),
+        "is_padding": None,
+    }
+    staging.prepare_megamoe_bf16_inputs(**arguments)
+    assert torch.equal(arguments["topk_weights_out"], far.float())

@@ -85,7 +85,7 @@ def test_nothing_is_timed_that_differs(peers: types.ModuleType, monkeypatch: pyt
     assert [line["status"] for line in theirs] == ["differs", "differs"]
     assert all(line["us"] is None and "bytes differ" in line["detail"] for line in theirs)
     assert peers.calls == ["differ", "differ"]
-    assert timed == [{"copy, runtime", "reference"}] * 2
+    assert timed == [{measurement.COPY + "runtime", "reference"}] * 2
 
 
 def test_a_peer_that_raises_is_reported(peers: types.ModuleType) -> None:

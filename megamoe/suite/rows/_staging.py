@@ -47,6 +47,7 @@ ROUTING: Params = {
     "garbage": None,
     "strides": "dense",
 }
+# eplb: None, "record", "map" (records nothing) or "record_many" (up to seven replicas an expert, not four)
 EPLB: Params = {"eplb": None, "num_unpadded_tokens": None}
 SHARED: Params = {"shared_block_m": None, "page_rows": None, "fill_byte": None}
 
@@ -76,7 +77,7 @@ def staging_inputs(params: Params, rng: np.random.Generator, recipe: str) -> dic
         found["is_padding"] = padding
     found = {name: strided(tensor, params["strides"]) for name, tensor in found.items()}
     if params.get("eplb"):
-        found |= eplb_tensors(params["experts"], 4, rng)
+        found |= eplb_tensors(params["experts"], 7 if params["eplb"] == "record_many" else 4, rng)
     if params.get("l2_activation_scale") is not None:
         scales = rng.uniform(1e-5, 1e-3, _LOCAL_EXPERTS).astype(np.float32)
         found["w2_global_scale"] = torch.from_numpy(scales)
@@ -101,7 +102,7 @@ def staging_call(
     arguments = {name: tensor for name, tensor in inputs.items() if name != "expert_load"}
     arguments |= values
     arguments |= {
-        "record": torch.tensor(params["eplb"] == "record"),
+        "record": torch.tensor(params["eplb"] != "map"),
         "unpadded": torch.tensor(unpadded, dtype=torch.int32),
     }
     load = inputs["expert_load"]

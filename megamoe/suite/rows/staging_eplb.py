@@ -65,6 +65,7 @@ EPLB_MAP = Operation(
         default(tokens=(0, 1, 130), topk=(1, 8), experts=(1, 64), slots=(1, 3)),
         default(map_dtype="i32", ids=("i32", "i64"), wild_ids=(True, False)),
         default(strides=("rows", "columns", "step")),
+        default(tokens=130, topk=8, slots=7),
         full(tokens=4096, topk=8, experts=256, slots=(2, 8), num_unpadded_tokens=(None, 1000)),
     ),
     inputs=_eplb_inputs,

@@ -119,6 +119,7 @@ PREPARE_MEGAMOE_INPUTS = Operation(
             wild_ids=True,
         ),
         default(eplb="record", padding="random", garbage="nan", tokens=21, hidden=128, ids=("i32", "i64")),
+        default(eplb="record_many", num_unpadded_tokens=(None, 7), tokens=(3, 21), hidden=128, wild_ids=True),
         default(
             recipe=("fp8_ue8m0_g32", "fp8_fp32_g32", UNQUANTIZED),
             strides=("rows", "columns", "step"),
@@ -148,6 +149,15 @@ PREPARE_MEGAMOE_INPUTS = Operation(
             hidden=256,
             experts=256,
             topk=8,
+            wild_ids=True,
+        ),
+        full(
+            eplb=("record", "record_many", "map"),
+            num_unpadded_tokens=(None, 500),
+            tokens=(64, 512, 2048, 4096),
+            hidden=2304,
+            experts=256,
+            topk=(3, 8),
             wild_ids=True,
         ),
     ),
