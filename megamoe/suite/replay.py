@@ -63,6 +63,7 @@ def replay_case(case: bundle.Case, implementation: Implementation, device: str =
         status="passed" if equal else "failed",
         outputs=outputs,
         seconds=time.perf_counter() - started,
+        unrecorded=tuple(sorted(set(actual) - set(case.outputs))),
         expected={
             name: Observed(output.tensor, aliases=output.aliases) for name, output in case.outputs.items()
         },
@@ -73,7 +74,7 @@ def replay_case(case: bundle.Case, implementation: Implementation, device: str =
 def compare_recorded(
     recorded: Mapping[str, bundle.RecordedOutput], actual: Mapping[str, Observed]
 ) -> tuple[OutputComparison, ...]:
-    """Each recorded output with what came out now; outputs that were not recorded are not compared."""
+    """Each recorded output with what came out now; what was not recorded is in `Result.unrecorded`."""
     return tuple(
         _compare_one(name, output, actual[name]) if name in actual else OutputComparison(name, "not produced")
         for name, output in recorded.items()

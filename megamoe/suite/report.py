@@ -125,6 +125,8 @@ def _result_json(result: Result) -> dict[str, Any]:
             for output in result.outputs
         ],
     }
+    if result.unrecorded:
+        found["unrecorded"] = list(result.unrecorded)
     if result.error:
         found["error"] = result.error
     if result.skip is not None:

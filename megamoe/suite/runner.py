@@ -38,7 +38,10 @@ class Skip:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one case with one implementation on one device."""
+    """What became of one case with one implementation on one device.
+
+    unrecorded: outputs of a replayed call that its recording lacks, so that nothing compared them.
+    """
 
     case: str
     op: str
@@ -50,6 +53,7 @@ class Result:
     error: str = ""
     skip: Skip | None = None
     seconds: float = 0.0
+    unrecorded: tuple[str, ...] = ()
     expected: Mapping[str, Observed] = field(default_factory=dict, repr=False)
     actual: Mapping[str, Observed] = field(default_factory=dict, repr=False)
 

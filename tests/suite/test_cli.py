@@ -233,6 +233,21 @@ def test_replay_usage(arguments, message):
     assert message in done.stderr
 
 
+def test_replay_names_what_a_recording_lacks(tmp_path):
+    from dataclasses import replace
+
+    from megamoe.bundle import read_bundle, write_bundle
+
+    cases = [c for c in read_bundle(GOLDENS / "staging.safetensors").cases if c.op.endswith("_with_norm")]
+    cases = [replace(c, outputs={n: out for n, out in c.outputs.items() if n != "x_sf"}) for c in cases]
+    path = write_bundle(tmp_path / "b.safetensors", cases, producer="test")
+    done = _run("replay", path)
+    expected = f"not recorded, not compared: x_sf of {cases[0].op} in {len(cases)} case(s)"
+    assert (done.exit_code, expected in done.stdout) == (0, True)
+    results = json.loads(_run("replay", path, "--json").stdout)["results"]
+    assert [result["unrecorded"] for result in results] == [["x_sf"]] * len(cases)
+
+
 def test_replay_of_an_unknown_operation(tmp_path):
     import torch
 

@@ -82,12 +82,23 @@ def replay(
     else:
         title = f"megamoe replay with {impl} on {device}"
         output.print_results(results, time.perf_counter() - started, title)
+        for line in _unrecorded(results):
+            click.echo(line)
     if any(result.status == "failed" for result in results):
         sys.exit(1)
     if refused:
         output.stop(f"{len(refused)} of {len(cases)} cases cannot be run; first: {refused[0]}")
     if not any(result.status == "passed" for result in results):
         output.stop("nothing ran: every case was skipped")
+
+
+def _unrecorded(results: list[Result]) -> list[str]:
+    """A line an operation: its outputs that were produced but are in no recording, and in how many cases."""
+    found: dict[tuple[str, str], int] = {}
+    for result in results:
+        for name in result.unrecorded:
+            found[result.op, name] = found.get((result.op, name), 0) + 1
+    return [f"not recorded, not compared: {name} of {op} in {n} case(s)" for (op, name), n in found.items()]
 
 
 def _replay(case: Case, impl: str, device: str) -> list[Result]:
