@@ -11,23 +11,21 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from megamoe import eplb, staging
 from megamoe.kernels import tuning
-from megamoe.kernels.tuning import EplbStyle, Rule, Tile
+from megamoe.kernels.tuning import Rule, Tile
+from megamoe.suite.routing_inputs import eplb_tensors
 from megamoe.suite.timing import Call, copies, measure, rotation_count
 
 TOPK, EXPERTS, SLOTS = 8, 256, 4
-RULES = {
-    "fp8": ("GROUP_RULES", "GROUP_EPLB_RULES"),
-    "token": ("TOKEN_RULES", "TOKEN_RULES"),
-    "block": ("BLOCK_RULES", "BLOCK_RULES"),
-}
+RULES = {"fp8": "GROUP_RULES", "token": "TOKEN_RULES", "block": "BLOCK_RULES"}
 TILES = {
     "fp8": [(1, 512, 1), (1, 1024, 1), (1, 1024, 2), (1, 2048, 4), (2, 1024, 4), (4, 1024, 8)],
     "token": [(1, 2048, 4), (1, 4096, 8), (1, 8192, 16), (1, 4096, 4), (1, 1024, 2)],
@@ -95,11 +93,6 @@ def call_with(settings: dict[str, Any], function: Callable[..., None], arguments
             setattr(tuning, name, value)
 
 
-def spread(style: EplbStyle, share: float) -> EplbStyle:
-    """The style with one share for any number of tokens."""
-    return EplbStyle(style.ahead, ((None, share),))
-
-
 def candidates(operation: str, tokens: int, hidden: int, tables_only: bool) -> dict[str, Candidate]:
     """By name; those of the tables first."""
     found = {"tables": Candidate()}
@@ -107,36 +100,32 @@ def candidates(operation: str, tokens: int, hidden: int, tables_only: bool) -> d
         found |= {f"tables, eplb {kind}": Candidate(eplb=kind) for kind in ("record", "map")}
     if tables_only:
         return found
-    rules, eplb_rules = RULES[operation]
     for tile in TILES[operation]:
         if operation != "token" and hidden % tile[1]:
             continue
         name = "x".join(map(str, tile))
-        found[name] = Candidate({rules: (Rule(None, Tile(*tile)),)})
+        rules = (Rule(None, Tile(*tile)),)
+        found[name] = Candidate({RULES[operation]: rules})
         if operation == "fp8":
-            found[f"{name}, eplb"] = Candidate({eplb_rules: (Rule(None, Tile(*tile)),)}, "record")
+            found[f"{name}, eplb"] = Candidate({"GROUP_EPLB_RULES": rules}, "record")
     if operation != "block":
         style = "GROUP_EPLB" if operation == "fp8" else "TOKEN_EPLB"
         for name, (numbers, settings) in EPLB.items():
             if tokens in numbers:
                 found[f"eplb {name}"] = Candidate(settings, "record")
         for share in (0.0, 0.3, 0.9):
-            settings = {style: spread(getattr(tuning, style), share)}
-            found[f"eplb spread {share}"] = Candidate(settings, "record")
+            spread = replace(getattr(tuning, style), spreads=(Rule(None, share),))
+            found[f"eplb spread {share}"] = Candidate({style: spread}, "record")
     return found
 
 
 def layer_state(kind: str) -> eplb.EplbLayerState:
-    """One to SLOTS replicas an expert, and a load that is recorded or not."""
-    generator = torch.Generator().manual_seed(0)
-    counts = torch.randint(1, SLOTS + 1, (EXPERTS,), generator=generator)
-    physical = int(counts.sum())
-    expert_map = torch.full((EXPERTS, SLOTS), -1)
-    expert_map[torch.arange(SLOTS) < counts[:, None]] = torch.randperm(physical, generator=generator)
+    """Up to SLOTS replicas an expert, as in the table's cases, and a load that is recorded or not."""
+    made = {name: one.cuda() for name, one in eplb_tensors(EXPERTS, SLOTS, np.random.default_rng(0)).items()}
     return eplb.EplbLayerState(
-        torch.zeros(physical, dtype=torch.int32, device="cuda"),
-        expert_map.cuda(),
-        counts.cuda(),
+        made["expert_load"],
+        made["logical_to_physical_map"],
+        made["logical_replica_count"],
         torch.tensor(kind == "record", device="cuda"),
         [torch.tensor(1 << 30, dtype=torch.int32, device="cuda")],
     )

@@ -81,12 +81,12 @@ def _check_names(
 
     if op is not None:
         operation = table().get(op)
-        known = sorted({*table(), *all_replays()})
-        if op not in known:
-            raise ValueError(f"op: expected one of {known}, got {op!r}")
+        if operation is None and op not in all_replays():
+            raise ValueError(f"op: expected one of {sorted({*table(), *all_replays()})}, got {op!r}")
         if operation is not None and output is not None and output not in operation.outputs:
             raise ValueError(f"output: expected one of {sorted(operation.outputs)} of {op}, got {output!r}")
-    for name in dtype.values() if isinstance(dtype, Mapping) else [dtype] if dtype is not None else []:
+    single = () if dtype is None else (dtype,)
+    for name in dtype.values() if isinstance(dtype, Mapping) else single:
         if name not in DTYPES:
             raise ValueError(f"dtype: expected one of {sorted(DTYPES)}, got {name!r}")
     if code is not None and code not in FORMATS:

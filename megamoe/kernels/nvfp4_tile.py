@@ -153,11 +153,16 @@ def nan_to_zero_tile(tile):
 
 
 @triton.jit
+def clamp(value, LIMIT: tl.constexpr):
+    return minimum_number(maximum_number(value, -LIMIT), LIMIT)
+
+
+@triton.jit
 def divide(values, high, low, CLAMP: tl.constexpr):
     """w = value / S with 1 / S as a pair [M, G]; with CLAMP within the largest E2M1 values."""
     w = multiply_pair(values, high[:, :, None], low[:, :, None])
     if CLAMP:
-        w = minimum_number(maximum_number(w, -E2M1_MAX), E2M1_MAX)
+        w = clamp(w, E2M1_MAX)
     return w
 
 
@@ -198,9 +203,4 @@ def store_scales(x_sf, row_offsets, group_stride, first_column, scale_code, live
 def limit_tile(tile, LIMIT: tl.constexpr):
     """NaN as zero, infinities and all else beyond LIMIT as LIMIT."""
     clean = nan_to_zero_tile(tile)
-    return (
-        minimum_number(maximum_number(clean[0], -LIMIT), LIMIT),
-        minimum_number(maximum_number(clean[1], -LIMIT), LIMIT),
-        minimum_number(maximum_number(clean[2], -LIMIT), LIMIT),
-        minimum_number(maximum_number(clean[3], -LIMIT), LIMIT),
-    )
+    return clamp(clean[0], LIMIT), clamp(clean[1], LIMIT), clamp(clean[2], LIMIT), clamp(clean[3], LIMIT)

@@ -230,5 +230,5 @@ def pack_eplb(tensors: EplbTensors | None) -> tuple[Any, ...] | None:
         tensors.record.view(torch.uint8),
         tensors.num_unpadded,
         *tensors.expert_map.shape,
-        tensors.load.shape[0],
+        tensors.num_physical,
     )

@@ -5,6 +5,7 @@ interpreter a program costs Python time per operation, so tiles there are as lar
 """
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 INTERPRETER_ELEMENTS = 1 << 20
 
@@ -18,12 +19,15 @@ class Tile:
     num_warps: int
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
-class Rule:
-    """The tile for up to `max_tokens` tokens (None: any number); block_h is an upper limit."""
+class Rule(Generic[T]):
+    """What holds for up to `max_tokens` tokens (None: any number). Of a tile, block_h is an upper limit."""
 
     max_tokens: int | None
-    tile: Tile
+    value: T
 
 
 GROUP_RULES = (
@@ -61,19 +65,16 @@ class EplbStyle:
     """How EPLB's programs fit beside those of a kernel.
 
     ahead: few tokens may load replicas ahead of their count: it pays where quantizing is as quick as mapping.
-    spreads: (up to how many tokens, over which share of the grid its programs are spread). All at the start,
-    they would add at the same time while no program moved memory; in a small grid a late one would end last.
+    spreads: the share of the grid over which its programs are spread. All at the start, they would add at the
+    same time while no program moved memory; in a small grid a late one would end last.
     """
 
     ahead: bool
-    spreads: tuple[tuple[int | None, float], ...]
-
-    def spread(self, num_tokens: int) -> float:
-        return next(share for limit, share in self.spreads if limit is None or num_tokens <= limit)
+    spreads: tuple[Rule[float], ...]
 
 
-GROUP_EPLB = EplbStyle(ahead=True, spreads=((512, 0.0), (4095, 0.2), (None, 0.6)))
-TOKEN_EPLB = EplbStyle(ahead=False, spreads=((512, 0.0), (4095, 0.2), (None, 1.0)))
+GROUP_EPLB = EplbStyle(ahead=True, spreads=(Rule(512, 0.0), Rule(4095, 0.2), Rule(None, 0.6)))
+TOKEN_EPLB = EplbStyle(ahead=False, spreads=(Rule(512, 0.0), Rule(4095, 0.2), Rule(None, 1.0)))
 
 
 def power_of_two(value: int) -> int:
@@ -86,10 +87,10 @@ def largest_divisor(hidden: int, limit: int) -> int:
     return min(hidden & -hidden, limit)
 
 
-def _rule(rules: tuple[Rule, ...], num_tokens: int) -> Tile:
+def _rule(rules: tuple[Rule[T], ...], num_tokens: int) -> T:
     for rule in rules:
         if rule.max_tokens is None or num_tokens <= rule.max_tokens:
-            return rule.tile
+            return rule.value
     raise AssertionError("the last rule has no limit")
 
 
@@ -97,7 +98,7 @@ def _interpreted_rows(num_tokens: int, columns: int) -> int:
     return min(power_of_two(num_tokens), max(1, INTERPRETER_ELEMENTS // columns))
 
 
-def column_tile(rules: tuple[Rule, ...], num_tokens: int, hidden: int, interpreted: bool) -> Tile:
+def column_tile(rules: tuple[Rule[Tile], ...], num_tokens: int, hidden: int, interpreted: bool) -> Tile:
     """For kernels whose programs may split a row anywhere at a multiple of 64 columns."""
     if interpreted:
         columns = power_of_two(hidden)
@@ -180,7 +181,7 @@ def routing_plan(
     if ahead:  # whole warps, so that it takes one instruction to ask whether any count is high
         slots = max(slots, 32 // tokens)
     programs = -(-num_tokens // tokens)
-    share = style.spread(num_tokens) if num_physical and not interpreted else 0.0
+    share = _rule(style.spreads, num_tokens) if num_physical and not interpreted else 0.0
     period = max(int(share * (programs + other_programs) / max(programs, 1)), 1)
     return RoutingPlan(programs, tokens, slots, period.bit_length() - 1, ahead, parts)
 

@@ -83,11 +83,6 @@ def measure(
     return _measure_cuda(candidates, rounds or ROUNDS["cuda"])
 
 
-def time_us(calls: Sequence[Call], device: str = "cuda") -> float:
-    """The median of a single candidate."""
-    return measure({"": calls}, device)[""].median_us
-
-
 def _summarize(samples: list[float], method: Method) -> Timing:
     low, median, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else samples * 3
     return Timing(median, low, high, method)

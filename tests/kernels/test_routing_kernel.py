@@ -17,20 +17,19 @@ from megamoe.kernels import routing, tuning
 from megamoe.kernels.interpreter import interpret
 from megamoe.kernels.tuning import RoutingPlan
 
-EXPERTS, SLOTS = 24, 6
+EXPERTS, SLOTS, PHYSICAL = 24, 6, 300  # two parts of a load
 GUARD = 8  # counters behind the load that nobody may touch
 COUNTS = [*range(10), -1, -(2**32) + 3]  # zero, above the slots, negative
-COUNTED = [1, 8, 64, 128, 129, 256, 512, 1024, 2047, 2048, 4096, 8192, 32768]
+TOKENS = [1, 8, 64, 128, 129, 256, 512, 1024, 2047, 2048, 4096, 8192, 32768]
 
 
-def _state(num_physical: int, limit: int, counts: list[int], dtype: torch.dtype) -> EplbLayerState:
+def _state(limit: int, counts: list[int]) -> EplbLayerState:
     generator = torch.Generator().manual_seed(11)
-    expert_map = torch.randint(-1, num_physical + 3, (EXPERTS, SLOTS), generator=generator).to(dtype)
     repeated = list(itertools.islice(itertools.cycle(counts), EXPERTS))
     return EplbLayerState(
-        torch.zeros(num_physical + GUARD, dtype=torch.int32)[:num_physical],
-        expert_map,
-        torch.tensor(repeated).to(dtype),
+        torch.zeros(PHYSICAL + GUARD, dtype=torch.int32)[:PHYSICAL],
+        torch.randint(-1, PHYSICAL + 3, (EXPERTS, SLOTS), generator=generator),
+        torch.tensor(repeated),
         torch.tensor(True),
         [torch.tensor(limit)],
     )
@@ -86,7 +85,7 @@ def test_every_plan_maps_and_records_the_same(
     given = make(tokens=count, size=128)
     for counts in ([1, 2, 3, 4], COUNTS):
         arguments = {**given, **calls.routing(count, topk=3, experts=EXPERTS + 2)}
-        state = _state(300, limit, counts, torch.int64)
+        state = _state(limit, counts)
         x = arguments["x"] = poisoned(*given["x"].shape, dtype=given["x"].dtype)
         function(**{**arguments, "eplb_state": state})
         _check(arguments, state, limit)
@@ -131,7 +130,7 @@ def test_every_program_has_a_turn(routers: int, others: int, shift: int) -> None
 def test_plans_cover_every_token_inside_the_grid(
     style: tuning.EplbStyle, topk: int, num_physical: int
 ) -> None:
-    for num_tokens in COUNTED:
+    for num_tokens in TOKENS:
         for warps, others in ((1, num_tokens), (4, num_tokens * 3), (8, max(num_tokens // 4, 1))):
             plan = tuning.routing_plan(topk, num_tokens, num_physical, warps, others, False, style)
             assert plan.programs * plan.tokens >= num_tokens > (plan.programs - 1) * plan.tokens

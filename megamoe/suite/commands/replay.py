@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,10 +95,7 @@ def replay(
 
 def _unrecorded(results: list[Result]) -> list[str]:
     """A line an operation: its outputs that were produced but are in no recording, and in how many cases."""
-    found: dict[tuple[str, str], int] = {}
-    for result in results:
-        for name in result.unrecorded:
-            found[result.op, name] = found.get((result.op, name), 0) + 1
+    found = Counter((result.op, name) for result in results for name in result.unrecorded)
     return [f"not recorded, not compared: {name} of {op} in {n} case(s)" for (op, name), n in found.items()]
 
 
