@@ -39,7 +39,7 @@ EPLB: dict[str, tuple[range, dict[str, Any]]] = {  # for how many tokens, and wh
         {"COUNTING_SLOTS": 0, "COUNTED_SLOTS": 512, "COUNTED_WARP_SLOTS": 128},
     ),
     "ahead, 128 programs": (range(1, 2048), {"AHEAD_PROGRAMS": 128}),
-    "ahead, 32 programs": (range(1, 2048), {"AHEAD_PROGRAMS": 32}),
+    "ahead, 64 programs": (range(1, 2048), {"AHEAD_PROGRAMS": 64}),
 }
 
 

@@ -190,7 +190,7 @@ def eplb_map_to_physical_and_record(
         eplb_kernel,
         -(-ids.numel() // block),
         ids.device,
-        (ids, physical_ids, ids.numel(), ids.shape[1], pack_eplb(tensors)),
+        (ids, physical_ids, ids.numel(), ids.shape[1], *pack_eplb(tensors)),
         {"BLOCK": block, "LOAD_PARTS": parts},
         num_warps=4,
     )

@@ -80,49 +80,36 @@ def copy_value(value, TARGET: tl.constexpr):
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def stage_groups_kernel(
     hidden,
+    x,
+    x_sf,
     hidden_stride_m,
     hidden_stride_h,
-    x,
     x_stride_m,
     x_stride_h,
-    x_sf,
     x_sf_stride_m,
     x_sf_stride_k,
+    num_tokens,
+    mapping,
+    num_routing_programs,
+    routing_shift,
+    topk,
+    load,
     shared_x_sf,
     shared_stride_m,
     shared_stride_k,
     shared_block_m,
     shared_page_rows,
-    num_tokens,
-    num_routing_programs,
-    routing_shift,
-    topk,
-    eplb,
     MODE: tl.constexpr,  # "ue8m0", "fp32" or "copy"
     GROUP: tl.constexpr,
     COLUMN_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HIDDEN: tl.constexpr,
-    TOPK: tl.constexpr,
-    ROUTING_SLOTS: tl.constexpr,
-    ROUTING_TOKENS: tl.constexpr,
-    REPLICAS_AHEAD: tl.constexpr,
-    LOAD_PARTS: tl.constexpr,
+    ROUTING: tl.constexpr,
 ):
     program = tl.program_id(0)
     if is_routing_program(program, num_routing_programs, routing_shift):
-        store_topk(
-            program >> routing_shift,
-            num_tokens,
-            topk,
-            eplb,
-            TOPK,
-            ROUTING_SLOTS,
-            ROUTING_TOKENS,
-            REPLICAS_AHEAD,
-            LOAD_PARTS,
-        )
+        store_topk(program >> routing_shift, num_tokens, mapping, topk, load, ROUTING)
     else:
         tile = program - routing_programs_before(program, num_routing_programs, routing_shift)
         first_column = (tile % COLUMN_TILES) * BLOCK_H

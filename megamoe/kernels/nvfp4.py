@@ -137,32 +137,33 @@ def store_shared(
 @triton.jit(do_not_specialize=UNSPECIALIZED_TOKEN)
 def stage_nvfp4_token_kernel(
     hidden,
+    x,
+    x_sf,
+    x_scales,
     hidden_stride_m,
     hidden_stride_h,
-    x,
     x_stride_m,
-    x_sf,
     x_sf_stride_m,
-    x_scales,
     x_scales_stride,
+    num_tokens,
+    mapping,
+    num_routing_programs,
+    routing_shift,
+    topk,
+    load,
     shared_x,
-    shared_x_stride_m,
     shared_x_sf,
+    shared_x_stride_m,
     shared_sf_stride_m,
     shared_sf_stride_k,
     shared_block_m,
     shared_page_rows,
     w2_global_scale,
-    w2_global_scale_stride,
     l2_alpha,
+    w2_global_scale_stride,
     l2_alpha_stride,
     l2_activation_scale,
     num_local_experts,
-    num_tokens,
-    num_routing_programs,
-    routing_shift,
-    topk,
-    eplb,
     HIDDEN: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -171,25 +172,11 @@ def stage_nvfp4_token_kernel(
     DTYPE: tl.constexpr,
     X_WORDS: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
-    TOPK: tl.constexpr,
-    ROUTING_SLOTS: tl.constexpr,
-    ROUTING_TOKENS: tl.constexpr,
-    REPLICAS_AHEAD: tl.constexpr,
-    LOAD_PARTS: tl.constexpr,
+    ROUTING: tl.constexpr,
 ):
     program = tl.program_id(0)
     if is_routing_program(program, num_routing_programs, routing_shift):
-        store_topk(
-            program >> routing_shift,
-            num_tokens,
-            topk,
-            eplb,
-            TOPK,
-            ROUTING_SLOTS,
-            ROUTING_TOKENS,
-            REPLICAS_AHEAD,
-            LOAD_PARTS,
-        )
+        store_topk(program >> routing_shift, num_tokens, mapping, topk, load, ROUTING)
         if l2_alpha is not None and program == 0:
             expert = tl.arange(0, EXPERTS_PADDED)
             local = expert < num_local_experts
@@ -316,18 +303,19 @@ def quantize_block(values, amax):
 @triton.jit(do_not_specialize=UNSPECIALIZED_ROUTED)
 def stage_nvfp4_block_kernel(
     hidden,
+    x,
+    x_sf,
     hidden_stride_m,
     hidden_stride_h,
-    x,
     x_stride_m,
-    x_sf,
     x_sf_stride_m,
     x_sf_stride_k,
     num_tokens,
+    mapping,
     num_routing_programs,
     routing_shift,
     topk,
-    eplb,
+    load,
     HIDDEN: tl.constexpr,
     COLUMN_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -335,25 +323,11 @@ def stage_nvfp4_block_kernel(
     PAIRS: tl.constexpr,
     DTYPE: tl.constexpr,
     X_WORDS: tl.constexpr,
-    TOPK: tl.constexpr,
-    ROUTING_SLOTS: tl.constexpr,
-    ROUTING_TOKENS: tl.constexpr,
-    REPLICAS_AHEAD: tl.constexpr,
-    LOAD_PARTS: tl.constexpr,
+    ROUTING: tl.constexpr,
 ):
     program = tl.program_id(0)
     if is_routing_program(program, num_routing_programs, routing_shift):
-        store_topk(
-            program >> routing_shift,
-            num_tokens,
-            topk,
-            eplb,
-            TOPK,
-            ROUTING_SLOTS,
-            ROUTING_TOKENS,
-            REPLICAS_AHEAD,
-            LOAD_PARTS,
-        )
+        store_topk(program >> routing_shift, num_tokens, mapping, topk, load, ROUTING)
     else:
         tile = program - routing_programs_before(program, num_routing_programs, routing_shift)
         column = (tile % COLUMN_TILES) * BLOCK_H

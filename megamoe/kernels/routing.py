@@ -5,6 +5,11 @@ the chain id -> replica count -> physical id runs beside the quantization, not a
 
 A tile of slots is one-dimensional: loads through the map and the counts have no order that a compiler could
 use, and a second dimension only makes it move the tile between layouts.
+
+The order of a staging kernel's arguments matters to calls of few tokens. They reach a program through a cache
+with lines of 64 bytes, and the first use of each line waits about as long as a load does. So: what quantizing
+needs comes first, then `mapping`, then the two numbers that every program reads at once, which fetch their
+line while the first one is on its way, then the routing, last what only some calls have.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls, allow-incomplete-defs
@@ -42,17 +47,36 @@ def is_routing_program(program, num_routing_programs, routing_shift):
 
 
 @triton.jit
-def load_record_flags(eplb):
+def load_record_flags(mapping):
     """(is the load recorded, number of tokens whose load counts as int64).
 
     Asked for before the ids are mapped: nothing waits for them until then.
     """
-    record, num_unpadded = eplb[7], eplb[8]
+    record, num_unpadded = mapping[2:4]
     recording = tl.load(record) != 0
     limit = tl.full((), 1 << 62, tl.int64)
     if num_unpadded is not None:
         limit = tl.load(num_unpadded).to(tl.int64)
     return recording, limit
+
+
+@triton.jit
+def unsigned(value):
+    """The same bits, so that one comparison refuses what is negative too."""
+    if value.dtype == tl.int32:
+        result = value.to(tl.uint32, bitcast=True)
+    else:
+        result = value.to(tl.uint64, bitcast=True)
+    return result
+
+
+@triton.jit
+def offset_of(index, stride):
+    """index * stride in 64 bits, of a uint32 and a stride that is not negative: one instruction."""
+    step = stride + tl.zeros((), tl.int32)  # a tensor, even where the stride is a constant
+    if step.dtype == tl.int32:
+        step = unsigned(step)
+    return index.to(tl.uint64) * step.to(tl.uint64)
 
 
 @triton.jit
@@ -68,20 +92,19 @@ def map_replica(row, slot_stride, num_slots, replica, valid):
 
 
 @triton.jit
-def map_to_physical(ids, tokens, mask, eplb, AHEAD: tl.constexpr):
+def map_to_physical(ids, tokens, mask, mapping, AHEAD: tl.constexpr):
     """Physical ids (int64) of logical ids, -1 for ids outside [0, num_logical), empty slots and masked ones.
 
     The replica is hash(token) modulo the replica count, with the hash in unsigned 32-bit arithmetic.
     AHEAD loads the first four replicas beside the count, not after it, and divides only for higher counts.
     It halves the way from id to physical id, at five loads a slot: for few tokens.
     """
-    expert_map, expert_map_stride, slot_stride = eplb[0], eplb[1], eplb[2]
-    replica_count, replica_count_stride = eplb[3], eplb[4]
-    num_logical, num_slots = eplb[9], eplb[10]
-    valid = mask & (ids >= 0) & (ids < num_logical)
-    safe_ids = tl.where(valid, ids, 0).to(tl.int64)
-    count = tl.load(replica_count + safe_ids * replica_count_stride, mask=valid, other=1)
-    row = expert_map + safe_ids * expert_map_stride
+    expert_map, replica_count = mapping[0:2]
+    expert_map_stride, slot_stride, num_logical, num_slots, replica_count_stride = mapping[4:9]
+    valid = mask & (unsigned(ids) < num_logical)
+    safe_ids = tl.where(valid, ids, 0).to(tl.uint32)
+    count = tl.load(replica_count + offset_of(safe_ids, replica_count_stride), mask=valid, other=1)
+    row = expert_map + offset_of(safe_ids, expert_map_stride)
     token_hash = tokens.to(tl.uint32) * REPLICA_HASH_MULTIPLIER
     if AHEAD:
         slot = tl.zeros(ids.shape, tl.uint32)
@@ -103,61 +126,44 @@ def map_to_physical(ids, tokens, mask, eplb, AHEAD: tl.constexpr):
 
 
 @triton.jit
-def record_load(program, physical, tokens, eplb, recording, limit, LOAD_PARTS: tl.constexpr):
+def record_load(program, physical, tokens, load, recording, limit, LOAD_PARTS: tl.constexpr):
     """Adds a tile's slots to the load, where it is recorded; the order of the additions does not matter.
 
     LOAD_PARTS: how many times LOAD_BINS counters the load has, to count in shared memory first; 0 to add slot
     by slot. Additions to the same 32 bytes of the load wait for each other (about 10 ns on an H200), whether
     of one counter or of all eight. Programs begin with different parts, so that they do not meet.
     """
-    load, load_stride, num_physical = eplb[5], eplb[6], eplb[11]
-    if recording:
-        counts = (physical >= 0) & (physical < num_physical) & (tokens < limit)
-        if LOAD_PARTS == 0:
-            tl.atomic_add(load + physical * load_stride, 1, mask=counts, sem="relaxed")
-        else:
-            expert = tl.where(counts, physical, -1).to(tl.int32)
-            for step in range(LOAD_PARTS):
-                first = ((program + step) % LOAD_PARTS) * LOAD_BINS
-                inside = (expert >= first) & (expert < first + LOAD_BINS)
-                found = tl.histogram(tl.where(inside, expert - first, 0), LOAD_BINS, mask=inside)
-                counter = first + tl.arange(0, LOAD_BINS)
-                hit = (found > 0) & (counter < num_physical)
-                tl.atomic_add(load + counter.to(tl.int64) * load_stride, found, mask=hit, sem="relaxed")
+    counters, counters_stride, num_physical = load
+    counts = (unsigned(physical) < num_physical) & (tokens < limit)
+    if LOAD_PARTS == 0:
+        counts = tl.where(recording, counts, False)  # a branch took longer
+        tl.atomic_add(counters + physical * counters_stride, 1, mask=counts, sem="relaxed")
+    elif recording:
+        expert = tl.where(counts, physical, -1).to(tl.int32)
+        for step in range(LOAD_PARTS):
+            first = ((program + step) % LOAD_PARTS) * LOAD_BINS
+            inside = (expert >= first) & (expert < first + LOAD_BINS)
+            found = tl.histogram(tl.where(inside, expert - first, 0), LOAD_BINS, mask=inside)
+            bins = first + tl.arange(0, LOAD_BINS)
+            hit = (found > 0) & (bins < num_physical)
+            tl.atomic_add(counters + bins.to(tl.int64) * counters_stride, found, mask=hit, sem="relaxed")
 
 
 @triton.jit
-def store_topk(
-    program,
-    num_tokens,
-    topk,
-    eplb,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    LOAD_PARTS: tl.constexpr,
-):
-    """Repacks the routing of TOKENS tokens: int64 ids, float32 weights, padding as -1 and 0.
+def store_topk(program, num_tokens, mapping, topk, load, ROUTING: tl.constexpr):
+    """Repacks the routing of one program's tokens: int64 ids, float32 weights, padding as -1 and 0.
 
-    `topk` is `pack_topk(...)`, `eplb` is `pack_eplb(...)` or None. SLOTS: a power of two not below TOPK.
+    `topk` is `pack_topk(...)`, `mapping` and `load` are `pack_eplb(...)`, ROUTING is that of a
+    `RoutingPlan`.
     """
-    (
-        topk_ids,
-        ids_stride_m,
-        ids_stride_k,
-        topk_weights,
-        weights_stride_m,
-        weights_stride_k,
-        topk_idx_out,
-        idx_out_stride_m,
-        idx_out_stride_k,
-        topk_weights_out,
-        weights_out_stride_m,
-        weights_out_stride_k,
-        is_padding,
-        is_padding_stride,
-    ) = topk
+    TOPK: tl.constexpr = ROUTING[0]
+    SLOTS: tl.constexpr = ROUTING[1]
+    TOKENS: tl.constexpr = ROUTING[2]
+    AHEAD: tl.constexpr = ROUTING[3]
+    LOAD_PARTS: tl.constexpr = ROUTING[4]
+    topk_ids, ids_stride_m, ids_stride_k, topk_weights, topk_idx_out, topk_weights_out, is_padding = topk[:7]
+    weights_stride_m, weights_stride_k, idx_out_stride_m, idx_out_stride_k = topk[7:11]
+    weights_out_stride_m, weights_out_stride_k, is_padding_stride = topk[11:14]
     position = tl.arange(0, TOKENS * SLOTS)
     slots = (position % SLOTS).to(tl.int64)
     tokens = program * TOKENS + position // SLOTS
@@ -167,38 +173,38 @@ def store_topk(
     weights = tl.load(
         topk_weights + rows * weights_stride_m + slots * weights_stride_k, mask=mask, other=0.0
     ).to(tl.float32)
-    if eplb is not None:
-        recording, limit = load_record_flags(eplb)
+    if mapping is not None:
+        recording, limit = load_record_flags(mapping)
     if is_padding is not None:
         padded = tl.load(is_padding + rows * is_padding_stride, mask=mask, other=0) != 0
         ids = tl.where(padded, PADDING_EXPERT_ID, ids)
         weights = tl.where(padded, PADDING_WEIGHT, weights)
     id_pointers = topk_idx_out + rows * idx_out_stride_m + slots * idx_out_stride_k
     weight_pointers = topk_weights_out + rows * weights_out_stride_m + slots * weights_out_stride_k
-    if eplb is None:
+    if mapping is None:
         tl.store(id_pointers, ids.to(tl.int64), mask=mask)
         tl.store(weight_pointers, weights, mask=mask)
     else:
-        physical = map_to_physical(ids, tokens, mask, eplb, AHEAD)
+        physical = map_to_physical(ids, tokens, mask, mapping, AHEAD)
         tl.store(weight_pointers, weights, mask=mask)
         tl.store(id_pointers, physical, mask=mask)
-        record_load(program, physical, tokens, eplb, recording, limit, LOAD_PARTS)
+        record_load(program, physical, tokens, load, recording, limit, LOAD_PARTS)
 
 
 @triton.jit(do_not_specialize=["num_ids"])
 def eplb_kernel(
-    topk_ids, physical_ids, num_ids, num_slots, eplb, BLOCK: tl.constexpr, LOAD_PARTS: tl.constexpr
+    topk_ids, physical_ids, num_ids, num_slots, mapping, load, BLOCK: tl.constexpr, LOAD_PARTS: tl.constexpr
 ):
     """The stand-alone form on contiguous ids; ids wrap to int32 first, as in production."""
     program = tl.program_id(0)
     position = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = position < num_ids
-    recording, limit = load_record_flags(eplb)
+    recording, limit = load_record_flags(mapping)
     ids = tl.load(topk_ids + position, mask=mask, other=-1).to(tl.int32)
     tokens = (position // num_slots).to(tl.int32)
-    physical = map_to_physical(ids, tokens, mask, eplb, False)
+    physical = map_to_physical(ids, tokens, mask, mapping, False)
     tl.store(physical_ids + position, physical, mask=mask)
-    record_load(program, physical, tokens, eplb, recording, limit, LOAD_PARTS)
+    record_load(program, physical, tokens, load, recording, limit, LOAD_PARTS)
 
 
 def pack_topk(
@@ -208,27 +214,26 @@ def pack_topk(
     topk_weights_out: Tensor,
     is_padding: Tensor | None,
 ) -> tuple[Any, ...]:
-    """The `topk` argument of the kernels: tensors, each followed by its strides; flags go as bytes."""
-    padding = (None, 0) if is_padding is None else (is_padding.view(torch.uint8), is_padding.stride(0))
-    packed: tuple[Any, ...] = ()
-    for tensor in (topk_ids, topk_weights, topk_idx_out, topk_weights_out):
-        packed += (tensor, *tensor.stride())
-    return packed + padding
+    """The `topk` argument of the kernels: the ids, as the first to be read, the other tensors, strides; flags
+    go as bytes.
+    """
+    flags = None if is_padding is None else is_padding.view(torch.uint8)
+    others = (topk_weights, topk_idx_out, topk_weights_out)
+    strides = [stride for tensor in others for stride in tensor.stride()]
+    return (topk_ids, *topk_ids.stride(), *others, flags, *strides, 0 if flags is None else flags.stride(0))
 
 
-def pack_eplb(tensors: EplbTensors | None) -> tuple[Any, ...] | None:
-    """The `eplb` argument of the kernels; None where nothing is mapped."""
+def pack_eplb(tensors: EplbTensors | None) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]:
+    """The `mapping` and `load` arguments of the kernels; None where nothing is mapped."""
     if tensors is None:
-        return None
-    return (
+        return None, None
+    mapping = (
         tensors.expert_map,
-        *tensors.expert_map.stride(),
         tensors.replica_count,
-        tensors.replica_count.stride(0),
-        tensors.load,
-        tensors.load.stride(0),
         tensors.record.view(torch.uint8),
         tensors.num_unpadded,
+        *tensors.expert_map.stride(),
         *tensors.expert_map.shape,
-        tensors.num_physical,
+        tensors.replica_count.stride(0),
     )
+    return mapping, (tensors.load, tensors.load.stride(0), tensors.num_physical)

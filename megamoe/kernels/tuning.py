@@ -35,8 +35,8 @@ GROUP_RULES = (
     Rule(2048, Tile(2, 1024, 4)),
     Rule(None, Tile(4, 1024, 8)),
 )
-# With EPLB and few tokens, one warp: more would only repeat the loads of a routing program of few slots.
-GROUP_EPLB_RULES = (Rule(256, Tile(1, 1024, 1)), *GROUP_RULES)
+# With EPLB and few tokens, fewer warps: more would only repeat the loads of a routing program of few slots.
+GROUP_EPLB_RULES = (Rule(256, Tile(1, 1024, 1)), Rule(1024, Tile(1, 1024, 2)), *GROUP_RULES[1:])
 BLOCK_RULES = (
     Rule(16, Tile(1, 512, 1)),
     Rule(1024, Tile(1, 1024, 2)),
@@ -56,8 +56,7 @@ MAX_LOAD_PARTS = 8  # a longer load spreads its additions by itself
 COUNTING_SLOTS = 16384  # token slots of a call from which a program counts before it adds
 COUNTED_SLOTS = 256  # slots of a program that counts
 COUNTED_WARP_SLOTS = 64  # or of each of its warps, if that makes more
-AHEAD_PROGRAMS = 64  # share the tokens where replicas are loaded ahead of their count,
-AHEAD_TOKENS = 8  # until a program has as many as this
+AHEAD_PROGRAMS = 32  # share the tokens where replicas are loaded ahead of their count, up to a slot a thread
 
 
 @dataclass(frozen=True)
@@ -142,15 +141,9 @@ class RoutingPlan:
     ahead: bool = False
     load_parts: int = 0
 
-    def constants(self, topk: int) -> dict[str, int | bool]:
-        """The compile-time arguments of a kernel."""
-        return {
-            "TOPK": topk,
-            "ROUTING_SLOTS": self.slots,
-            "ROUTING_TOKENS": self.tokens,
-            "REPLICAS_AHEAD": self.ahead,
-            "LOAD_PARTS": self.load_parts,
-        }
+    def constants(self, topk: int) -> tuple[int, int, int, bool, int]:
+        """The compile-time argument ROUTING of a kernel: top-k, slots, tokens, ahead, load_parts."""
+        return (topk, self.slots, self.tokens, self.ahead, self.load_parts)
 
 
 def routing_plan(
@@ -173,10 +166,10 @@ def routing_plan(
         tokens = min(limit, INTERPRETER_ELEMENTS // slots)
     elif parts:
         tokens = max(COUNTED_SLOTS, COUNTED_WARP_SLOTS * num_warps) // slots
-    elif ahead:
-        tokens = min(power_of_two(-(-num_tokens // AHEAD_PROGRAMS)), AHEAD_TOKENS)
     else:
         tokens = 32 * num_warps // slots
+        if ahead:
+            tokens = min(tokens, power_of_two(-(-num_tokens // AHEAD_PROGRAMS)))
     tokens = min(max(tokens, 1), limit)
     if ahead:  # whole warps, so that it takes one instruction to ask whether any count is high
         slots = max(slots, 32 // tokens)

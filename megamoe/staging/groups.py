@@ -50,26 +50,28 @@ def _launch_groups(
         tuning.GROUP_EPLB,
     )
     block_m = shared_block_m or 1
+    mapping, load = pack_eplb(eplb)
     launch(
         stage_groups_kernel,
         routing.programs + tiles,
         hidden.device,
         (
             hidden,
-            *hidden.stride(),
             x,
-            *x.stride(),
             x_sf,
+            *hidden.stride(),
+            *x.stride(),
             *strides_of(x_sf),
+            num_tokens,
+            mapping,
+            routing.programs,
+            routing.shift,
+            topk,
+            load,
             shared_x_sf,
             *strides_of(shared_x_sf),
             block_m,
             page_rows(block_m),
-            num_tokens,
-            routing.programs,
-            routing.shift,
-            topk,
-            pack_eplb(eplb),
         ),
         {
             "MODE": mode,
@@ -78,7 +80,7 @@ def _launch_groups(
             "BLOCK_M": tile.block_m,
             "BLOCK_H": tile.block_h,
             "HIDDEN": size,
-            **routing.constants(num_topk),
+            "ROUTING": routing.constants(num_topk),
         },
         num_warps=tile.num_warps,
     )
