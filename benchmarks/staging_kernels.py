@@ -38,8 +38,9 @@ EPLB: dict[str, tuple[range, dict[str, Any]]] = {  # for how many tokens, and wh
         range(64, 1 << 30),
         {"COUNTING_SLOTS": 0, "COUNTED_SLOTS": 512, "COUNTED_WARP_SLOTS": 128},
     ),
-    "ahead, 128 programs": (range(1, 2048), {"AHEAD_PROGRAMS": 128}),
-    "ahead, 64 programs": (range(1, 2048), {"AHEAD_PROGRAMS": 64}),
+    "ahead, 1 token": (range(1, 2048), {"AHEAD_TOKENS": (Rule(None, 1),)}),
+    "ahead, 2 tokens": (range(2, 2048), {"AHEAD_TOKENS": (Rule(None, 2),)}),
+    "ahead, 4 tokens": (range(4, 2048), {"AHEAD_TOKENS": (Rule(None, 4),)}),
 }
 
 

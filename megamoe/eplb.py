@@ -71,6 +71,11 @@ class EplbTensors:
         return self.load.shape[0]
 
     @property
+    def num_replicas(self) -> int:
+        """Slots of an expert in the map."""
+        return self.expert_map.shape[1]
+
+    @property
     def output(self) -> tuple[str, torch.Tensor]:
         """The tensor that the mapping writes."""
         return self.names[0], self.load

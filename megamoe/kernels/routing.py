@@ -48,7 +48,7 @@ def is_routing_program(program, num_routing_programs, routing_shift):
 
 @triton.jit
 def load_record_flags(mapping):
-    """(is the load recorded, number of tokens whose load counts as int64).
+    """(is the load recorded, number of tokens whose load counts).
 
     Asked for before the ids are mapped: nothing waits for them until then.
     """
@@ -56,7 +56,7 @@ def load_record_flags(mapping):
     recording = tl.load(record) != 0
     limit = tl.full((), 1 << 62, tl.int64)
     if num_unpadded is not None:
-        limit = tl.load(num_unpadded).to(tl.int64)
+        limit = tl.load(num_unpadded)
     return recording, limit
 
 
@@ -80,49 +80,89 @@ def offset_of(index, stride):
 
 
 @triton.jit
-def replica_of(token_hash, count):
-    return token_hash % tl.maximum(count, 1).to(tl.uint32)
+def slot_offset(rows, stride_m, slots, stride_k):
+    return offset_of(rows, stride_m) + offset_of(slots, stride_k)
 
 
 @triton.jit
-def map_replica(row, slot_stride, num_slots, replica, valid):
-    """The physical expert in slot `replica` of a map's row; -1 beyond its slots, which must not be read."""
-    offset = replica.to(tl.int64) * slot_stride
-    return tl.load(row + offset, mask=valid & (replica < num_slots), other=-1)
+def short_count(count):
+    """A replica count below 2^32 as uint32; a negative one becomes larger than 4."""
+    if count.dtype == tl.int32:
+        short = unsigned(count)
+    else:
+        short = count.to(tl.uint32) | ((count >> 32).to(tl.uint32) & 0x80000000)
+    return short
+
+
+@triton.jit
+def hash_of(tokens):
+    """What chooses a token's replica, in unsigned 32-bit arithmetic: the remainder by the replica count."""
+    return tokens.to(tl.uint32) * REPLICA_HASH_MULTIPLIER
+
+
+@triton.jit
+def load_slot(row, slot, valid, mapping):
+    """Physical experts (int64) in one slot of rows of the map, -1 where not valid."""
+    return tl.load(row + slot * mapping[5], mask=valid, other=-1).to(tl.int64)
+
+
+@triton.jit
+def map_replica(row, count, tokens, valid, mapping):
+    """Physical experts of rows of the map; -1 beyond a row, whose slots end earlier than its count says."""
+    replica = hash_of(tokens) % tl.maximum(count, 1).to(tl.uint32)
+    return load_slot(row, replica.to(tl.int64), valid & (replica < mapping[7]), mapping)
+
+
+@triton.jit
+def load_ahead(row, valid, mapping, SLOT: tl.constexpr, AHEAD: tl.constexpr):
+    physical = tl.full(row.shape, -1, tl.int64)
+    if SLOT < AHEAD:
+        physical = load_slot(row, SLOT, valid, mapping)
+    return physical
+
+
+@triton.jit
+def map_ahead(row, count, tokens, valid, mapping, AHEAD: tl.constexpr):
+    """(counts, what `map_replica` finds for counts up to 4); `count` points to them.
+
+    The first replicas are loaded beside the count, not after it: AHEAD, four or as many as the map has slots.
+    Remainders by 2, 3 and 4 are computed meanwhile. It halves the way from id to physical id, at five loads a
+    slot: for few tokens.
+    """
+    first = load_ahead(row, valid, mapping, 0, AHEAD)
+    second = load_ahead(row, valid, mapping, 1, AHEAD)
+    third = load_ahead(row, valid, mapping, 2, AHEAD)
+    fourth = load_ahead(row, valid, mapping, 3, AHEAD)
+    counts = tl.load(count, mask=valid, other=1)
+    token_hash = hash_of(tokens)
+    is_even = token_hash % 2 == 0
+    of_two = tl.where(is_even, first, second)
+    of_three = tl.where(token_hash % 3 == 0, first, tl.where(token_hash % 3 == 1, second, third))
+    of_four = tl.where(token_hash % 4 < 2, of_two, tl.where(is_even, third, fourth))
+    short = short_count(counts)
+    several = tl.where(short == 2, of_two, tl.where(short == 3, of_three, of_four))
+    return counts, tl.where(short < 2, first, several)
 
 
 @triton.jit
 def map_to_physical(ids, tokens, mask, mapping, AHEAD: tl.constexpr):
     """Physical ids (int64) of logical ids, -1 for ids outside [0, num_logical), empty slots and masked ones.
 
-    The replica is hash(token) modulo the replica count, with the hash in unsigned 32-bit arithmetic.
-    AHEAD loads the first four replicas beside the count, not after it, and divides only for higher counts.
-    It halves the way from id to physical id, at five loads a slot: for few tokens.
+    The replica is hash(token) modulo the replica count. AHEAD: `map_ahead`, or 0 to ask for the count first.
     """
     expert_map, replica_count = mapping[0:2]
-    expert_map_stride, slot_stride, num_logical, num_slots, replica_count_stride = mapping[4:9]
-    valid = mask & (unsigned(ids) < num_logical)
+    valid = mask & (unsigned(ids) < mapping[6])
     safe_ids = tl.where(valid, ids, 0).to(tl.uint32)
-    count = tl.load(replica_count + offset_of(safe_ids, replica_count_stride), mask=valid, other=1)
-    row = expert_map + offset_of(safe_ids, expert_map_stride)
-    token_hash = tokens.to(tl.uint32) * REPLICA_HASH_MULTIPLIER
-    if AHEAD:
-        slot = tl.zeros(ids.shape, tl.uint32)
-        first = map_replica(row, slot_stride, num_slots, slot, valid)
-        second = map_replica(row, slot_stride, num_slots, slot + 1, valid)
-        third = map_replica(row, slot_stride, num_slots, slot + 2, valid)
-        fourth = map_replica(row, slot_stride, num_slots, slot + 3, valid)
-        is_even = token_hash % 2 == 0
-        of_two = tl.where(is_even, first, second)
-        of_three = tl.where(token_hash % 3 == 0, first, tl.where(token_hash % 3 == 1, second, third))
-        of_four = tl.where(token_hash % 4 < 2, of_two, tl.where(is_even, third, fourth))
-        several = tl.where(count == 2, of_two, tl.where(count == 3, of_three, of_four))
-        physical = tl.where(count < 2, first, several)
-        if tl.max((count > 4).to(tl.int32), 0) != 0:
-            physical = map_replica(row, slot_stride, num_slots, replica_of(token_hash, count), valid)
+    count = replica_count + offset_of(safe_ids, mapping[8])
+    row = expert_map + offset_of(safe_ids, mapping[4])
+    if AHEAD == 0:
+        counts = tl.load(count, mask=valid, other=1)
+        physical = map_replica(row, counts, tokens, valid, mapping)
     else:
-        physical = map_replica(row, slot_stride, num_slots, replica_of(token_hash, count), valid)
-    return physical.to(tl.int64)
+        counts, physical = map_ahead(row, count, tokens, valid, mapping, AHEAD)
+        if tl.max(short_count(counts), 0) > 4:
+            physical = map_replica(row, counts, tokens, valid, mapping)
+    return physical
 
 
 @triton.jit
@@ -165,22 +205,22 @@ def store_topk(program, num_tokens, mapping, topk, load, ROUTING: tl.constexpr):
     weights_stride_m, weights_stride_k, idx_out_stride_m, idx_out_stride_k = topk[7:11]
     weights_out_stride_m, weights_out_stride_k, is_padding_stride = topk[11:14]
     position = tl.arange(0, TOKENS * SLOTS)
-    slots = (position % SLOTS).to(tl.int64)
+    slots = (position % SLOTS).to(tl.uint32)
     tokens = program * TOKENS + position // SLOTS
     mask = (tokens < num_tokens) & (slots < TOPK)
-    rows = tokens.to(tl.int64)
-    ids = tl.load(topk_ids + rows * ids_stride_m + slots * ids_stride_k, mask=mask, other=0)
+    rows = tokens.to(tl.uint32)
+    ids = tl.load(topk_ids + slot_offset(rows, ids_stride_m, slots, ids_stride_k), mask=mask, other=0)
     weights = tl.load(
-        topk_weights + rows * weights_stride_m + slots * weights_stride_k, mask=mask, other=0.0
+        topk_weights + slot_offset(rows, weights_stride_m, slots, weights_stride_k), mask=mask, other=0.0
     ).to(tl.float32)
     if mapping is not None:
         recording, limit = load_record_flags(mapping)
     if is_padding is not None:
-        padded = tl.load(is_padding + rows * is_padding_stride, mask=mask, other=0) != 0
+        padded = tl.load(is_padding + offset_of(rows, is_padding_stride), mask=mask, other=0) != 0
         ids = tl.where(padded, PADDING_EXPERT_ID, ids)
         weights = tl.where(padded, PADDING_WEIGHT, weights)
-    id_pointers = topk_idx_out + rows * idx_out_stride_m + slots * idx_out_stride_k
-    weight_pointers = topk_weights_out + rows * weights_out_stride_m + slots * weights_out_stride_k
+    id_pointers = topk_idx_out + slot_offset(rows, idx_out_stride_m, slots, idx_out_stride_k)
+    weight_pointers = topk_weights_out + slot_offset(rows, weights_out_stride_m, slots, weights_out_stride_k)
     if mapping is None:
         tl.store(id_pointers, ids.to(tl.int64), mask=mask)
         tl.store(weight_pointers, weights, mask=mask)
@@ -202,7 +242,7 @@ def eplb_kernel(
     recording, limit = load_record_flags(mapping)
     ids = tl.load(topk_ids + position, mask=mask, other=-1).to(tl.int32)
     tokens = (position // num_slots).to(tl.int32)
-    physical = map_to_physical(ids, tokens, mask, mapping, False)
+    physical = map_to_physical(ids, tokens, mask, mapping, 0)
     tl.store(physical_ids + position, physical, mask=mask)
     record_load(program, physical, tokens, load, recording, limit, LOAD_PARTS)
 

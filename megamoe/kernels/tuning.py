@@ -36,7 +36,7 @@ GROUP_RULES = (
     Rule(None, Tile(4, 1024, 8)),
 )
 # With EPLB and few tokens, fewer warps: more would only repeat the loads of a routing program of few slots.
-GROUP_EPLB_RULES = (Rule(256, Tile(1, 1024, 1)), Rule(1024, Tile(1, 1024, 2)), *GROUP_RULES[1:])
+GROUP_EPLB_RULES = (Rule(512, Tile(1, 1024, 1)), Rule(1024, Tile(1, 1024, 2)), *GROUP_RULES[1:])
 BLOCK_RULES = (
     Rule(16, Tile(1, 512, 1)),
     Rule(1024, Tile(1, 1024, 2)),
@@ -56,7 +56,8 @@ MAX_LOAD_PARTS = 8  # a longer load spreads its additions by itself
 COUNTING_SLOTS = 16384  # token slots of a call from which a program counts before it adds
 COUNTED_SLOTS = 256  # slots of a program that counts
 COUNTED_WARP_SLOTS = 64  # or of each of its warps, if that makes more
-AHEAD_PROGRAMS = 32  # share the tokens where replicas are loaded ahead of their count, up to a slot a thread
+AHEAD_REPLICAS = 4  # of an expert are loaded ahead of their count: the kernels know how to choose among them
+AHEAD_TOKENS = (Rule(8, 1), Rule(64, 2), Rule(None, 1 << 30))  # of a program then, up to a slot a thread
 
 
 @dataclass(frozen=True)
@@ -131,17 +132,17 @@ class RoutingPlan:
     """Programs of a grid that repack the routing.
 
     programs, of `tokens` tokens each, in rows of `slots` slots; every 2^shift-th program is one of them.
-    ahead, load_parts: `megamoe.kernels.routing.map_to_physical` and `record_load` say what they mean.
+    ahead, load_parts: `megamoe.kernels.routing.map_ahead` and `record_load` say what they mean.
     """
 
     programs: int
     tokens: int
     slots: int
     shift: int = 0
-    ahead: bool = False
+    ahead: int = 0
     load_parts: int = 0
 
-    def constants(self, topk: int) -> tuple[int, int, int, bool, int]:
+    def constants(self, topk: int) -> tuple[int, int, int, int, int]:
         """The compile-time argument ROUTING of a kernel: top-k, slots, tokens, ahead, load_parts."""
         return (topk, self.slots, self.tokens, self.ahead, self.load_parts)
 
@@ -150,18 +151,23 @@ def routing_plan(
     topk: int,
     num_tokens: int,
     num_physical: int,
+    num_replicas: int,
     num_warps: int,
     other_programs: int,
     interpreted: bool,
     style: EplbStyle,
 ) -> RoutingPlan:
-    """For num_tokens tokens beside `other_programs` programs; num_physical is 0 where nothing is mapped."""
+    """For num_tokens tokens beside `other_programs` programs.
+
+    num_physical, num_replicas: counters of the load and slots of an expert in EPLB's map, 0 where nothing is
+    mapped.
+    """
     slots = power_of_two(topk)
     limit = power_of_two(num_tokens)
     parts = load_parts(num_physical)
     counted = limit * slots >= LOAD_BINS if interpreted else num_tokens * topk >= COUNTING_SLOTS
     parts = parts if counted else 0
-    ahead = style.ahead and num_physical > 0 and not counted
+    ahead = min(num_replicas, AHEAD_REPLICAS) if style.ahead and not counted else 0
     if interpreted:
         tokens = min(limit, INTERPRETER_ELEMENTS // slots)
     elif parts:
@@ -169,7 +175,7 @@ def routing_plan(
     else:
         tokens = 32 * num_warps // slots
         if ahead:
-            tokens = min(tokens, power_of_two(-(-num_tokens // AHEAD_PROGRAMS)))
+            tokens = min(tokens, _rule(AHEAD_TOKENS, num_tokens))
     tokens = min(max(tokens, 1), limit)
     if ahead:  # whole warps, so that it takes one instruction to ask whether any count is high
         slots = max(slots, 32 // tokens)

@@ -44,6 +44,7 @@ def _launch_groups(
         num_topk,
         num_tokens,
         eplb.num_physical if eplb else 0,
+        eplb.num_replicas if eplb else 0,
         tile.num_warps,
         tiles,
         interpreted,

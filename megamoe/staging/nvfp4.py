@@ -116,6 +116,7 @@ def prepare_megamoe_nvfp4_inputs(
         topk,
         num_tokens,
         eplb.num_physical if eplb else 0,
+        eplb.num_replicas if eplb else 0,
         tile.num_warps,
         tiles,
         interpreted,

@@ -23,12 +23,12 @@ COUNTS = [*range(10), -1, -(2**32) + 3]  # zero, above the slots, negative
 TOKENS = [1, 8, 64, 128, 129, 256, 512, 1024, 2047, 2048, 4096, 8192, 32768]
 
 
-def _state(limit: int, counts: list[int]) -> EplbLayerState:
+def _state(limit: int, counts: list[int], slots: int = SLOTS) -> EplbLayerState:
     generator = torch.Generator().manual_seed(11)
     repeated = list(itertools.islice(itertools.cycle(counts), EXPERTS))
     return EplbLayerState(
         torch.zeros(PHYSICAL + GUARD, dtype=torch.int32)[:PHYSICAL],
-        torch.randint(-1, PHYSICAL + 3, (EXPERTS, SLOTS), generator=generator),
+        torch.randint(-1, PHYSICAL + 3, (EXPERTS, slots), generator=generator),
         torch.tensor(repeated),
         torch.tensor(True),
         [torch.tensor(limit)],
@@ -47,7 +47,7 @@ def _check(arguments: dict[str, Any], state: EplbLayerState, limit: int) -> None
             continue
         count = max(int(state.logical_replica_count[expert]), 1)
         replica = token * 2654435769 % 2**32 % count
-        if replica < SLOTS:
+        if replica < state.logical_to_physical_map.shape[1]:
             physical = int(state.logical_to_physical_map[expert, replica])
             expected[token, slot] = physical
             if token < limit and 0 <= physical < load.shape[0]:
@@ -60,18 +60,18 @@ def _check(arguments: dict[str, Any], state: EplbLayerState, limit: int) -> None
 @pytest.mark.parametrize(
     ("tokens", "ahead", "parts", "shift"),
     [
-        (1, True, 0, 0),
-        (1, True, 0, 1),
-        (4, True, 0, 1),
-        (4, False, 0, 2),
-        (2, False, 2, 1),
-        (16, False, 2, 0),
+        (1, 4, 0, 0),
+        (1, 4, 0, 1),
+        (4, 4, 0, 1),
+        (4, 0, 0, 2),
+        (2, 0, 2, 1),
+        (16, 0, 2, 0),
     ],
     ids=["ahead1", "ahead1_spread", "ahead4_spread", "direct4_spread", "counted2_spread", "counted16"],
 )
 @pytest.mark.parametrize("operation", ["fp8", "token"])
 def test_every_plan_maps_and_records_the_same(
-    operation: str, tokens: int, ahead: bool, parts: int, shift: int, monkeypatch: pytest.MonkeyPatch
+    operation: str, tokens: int, ahead: int, parts: int, shift: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count, limit = 13, 9
     plan = RoutingPlan(-(-count // tokens), tokens, 32 if ahead else 4, shift, ahead, parts)
@@ -92,6 +92,24 @@ def test_every_plan_maps_and_records_the_same(
         plain = {**arguments, "x": poisoned(*x.shape, dtype=x.dtype), "eplb_state": None}
         function(**plain)
         assert torch.equal(x.view(torch.uint8), plain["x"].view(torch.uint8))
+
+
+@pytest.mark.parametrize("slots", range(1, 7))
+def test_maps_of_any_width(slots: int) -> None:
+    """Few tokens load up to four replicas ahead, a narrow map has fewer; counts go beyond its width."""
+    count = limit = 5
+    arguments = {
+        **calls.fp8_inputs(tokens=count, size=128),
+        **calls.routing(count, topk=3, experts=EXPERTS + 2),
+    }
+    assert tuning.routing_plan(3, count, PHYSICAL, slots, 1, 7, False, tuning.GROUP_EPLB).ahead == min(
+        slots, 4
+    )
+    for counts in (list(range(slots + 1)), COUNTS):
+        state = _state(limit, counts, slots)
+        arguments["x"] = poisoned(count, 128, dtype=arguments["x"].dtype)
+        staging.prepare_megamoe_inputs(**{**arguments, "eplb_state": state})
+        _check(arguments, state, limit)
 
 
 @triton.jit
@@ -132,24 +150,26 @@ def test_plans_cover_every_token_inside_the_grid(
 ) -> None:
     for num_tokens in TOKENS:
         for warps, others in ((1, num_tokens), (4, num_tokens * 3), (8, max(num_tokens // 4, 1))):
-            plan = tuning.routing_plan(topk, num_tokens, num_physical, warps, others, False, style)
+            plan = tuning.routing_plan(
+                topk, num_tokens, num_physical, num_physical and 5, warps, others, False, style
+            )
             assert plan.programs * plan.tokens >= num_tokens > (plan.programs - 1) * plan.tokens
             assert plan.slots >= topk
             assert (plan.programs - 1) << plan.shift < plan.programs + others
             assert plan.load_parts in (0, -(-num_physical // tuning.LOAD_BINS))
             assert not (plan.ahead and plan.load_parts)
             if num_physical == 0:
-                assert (plan.shift, plan.ahead, plan.load_parts) == (0, False, 0)
+                assert (plan.shift, plan.ahead, plan.load_parts) == (0, 0, 0)
 
 
 def test_no_tokens_need_no_routing_program() -> None:
-    plan = tuning.routing_plan(8, 0, 288, 4, 0, False, tuning.GROUP_EPLB)
+    plan = tuning.routing_plan(8, 0, 288, 4, 4, 0, False, tuning.GROUP_EPLB)
     assert (plan.programs, plan.shift) == (0, 0)
 
 
 def test_a_load_too_long_to_count_is_no_call_of_few_tokens() -> None:
-    plan = tuning.routing_plan(8, 32768, 2049, 8, 57344, False, tuning.GROUP_EPLB)
-    assert (plan.ahead, plan.load_parts) == (False, 0)
+    plan = tuning.routing_plan(8, 32768, 2049, 4, 8, 57344, False, tuning.GROUP_EPLB)
+    assert (plan.ahead, plan.load_parts) == (0, 0)
 
 
 def test_more_slots_than_an_interpreted_tile_holds() -> None:
