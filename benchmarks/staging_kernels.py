@@ -31,16 +31,18 @@ TILES = {
     "token": [(1, 2048, 4), (1, 4096, 8), (1, 8192, 16), (1, 4096, 4), (1, 1024, 2)],
     "block": [(1, 512, 1), (1, 1024, 1), (1, 1024, 2), (2, 1024, 4), (4, 1024, 4), (4, 1024, 8), (8, 512, 8)],
 }  # fmt: skip
-EPLB: dict[str, tuple[range, dict[str, Any]]] = {  # for how many tokens, and what is set
-    "slot by slot": (range(1, 1 << 30), {"COUNTING_SLOTS": 1 << 40}),
-    "counted": (range(64, 1 << 30), {"COUNTING_SLOTS": 0}),
+EPLB: dict[str, tuple[range, dict[str, Any], dict[str, Any]]] = {  # for what tokens, settings, style
+    "slot by slot": (range(1, 1 << 30), {}, {"counts_from": 1 << 40}),
+    "slot by slot, spread": (range(64, 1 << 30), {}, {"counts_from": 1 << 40, "spreads": (Rule(None, 1.0),)}),
+    "counted": (range(64, 1 << 30), {}, {"counts_from": 0}),
     "counted, 512 slots": (
         range(64, 1 << 30),
-        {"COUNTING_SLOTS": 0, "COUNTED_SLOTS": 512, "COUNTED_WARP_SLOTS": 128},
+        {"COUNTED_SLOTS": 512, "COUNTED_WARP_SLOTS": 128},
+        {"counts_from": 0},
     ),
-    "ahead, 1 token": (range(1, 2048), {"AHEAD_TOKENS": (Rule(None, 1),)}),
-    "ahead, 2 tokens": (range(2, 2048), {"AHEAD_TOKENS": (Rule(None, 2),)}),
-    "ahead, 4 tokens": (range(4, 2048), {"AHEAD_TOKENS": (Rule(None, 4),)}),
+    "ahead, 1 token": (range(1, 2048), {"AHEAD_TOKENS": (Rule(None, 1),)}, {}),
+    "ahead, 2 tokens": (range(2, 2048), {"AHEAD_TOKENS": (Rule(None, 2),)}, {}),
+    "ahead, 4 tokens": (range(4, 2048), {"AHEAD_TOKENS": (Rule(None, 4),)}, {}),
 }
 
 
@@ -111,9 +113,10 @@ def candidates(operation: str, tokens: int, hidden: int, tables_only: bool) -> d
             found[f"{name}, eplb"] = Candidate({"GROUP_EPLB_RULES": rules}, "record")
     if operation != "block":
         style = "GROUP_EPLB" if operation == "fp8" else "TOKEN_EPLB"
-        for name, (numbers, settings) in EPLB.items():
+        for name, (numbers, settings, changes) in EPLB.items():
             if tokens in numbers:
-                found[f"eplb {name}"] = Candidate(settings, "record")
+                changed = {style: replace(getattr(tuning, style), **changes)}
+                found[f"eplb {name}"] = Candidate(settings | changed, "record")
         for share in (0.0, 0.3, 0.9):
             spread = replace(getattr(tuning, style), spreads=(Rule(None, share),))
             found[f"eplb spread {share}"] = Candidate({style: spread}, "record")

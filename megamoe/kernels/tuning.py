@@ -53,7 +53,6 @@ NORM_TILE = Tile(1, 2048, 4)
 # they are added one by one. Many are counted in shared memory first, LOAD_BINS counters at a time.
 LOAD_BINS = 256
 MAX_LOAD_PARTS = 8  # a longer load spreads its additions by itself
-COUNTING_SLOTS = 16384  # token slots of a call from which a program counts before it adds
 COUNTED_SLOTS = 256  # slots of a program that counts
 COUNTED_WARP_SLOTS = 64  # or of each of its warps, if that makes more
 AHEAD_REPLICAS = 4  # of an expert are loaded ahead of their count: the kernels know how to choose among them
@@ -65,16 +64,18 @@ class EplbStyle:
     """How EPLB's programs fit beside those of a kernel.
 
     ahead: few tokens may load replicas ahead of their count: it pays where quantizing is as quick as mapping.
+    counts_from: token slots of a call from which a program counts before it adds.
     spreads: the share of the grid over which its programs are spread. All at the start, they would add at the
     same time while no program moved memory; in a small grid a late one would end last.
     """
 
     ahead: bool
+    counts_from: int
     spreads: tuple[Rule[float], ...]
 
 
-GROUP_EPLB = EplbStyle(ahead=True, spreads=(Rule(512, 0.0), Rule(4095, 0.2), Rule(None, 0.6)))
-TOKEN_EPLB = EplbStyle(ahead=False, spreads=(Rule(512, 0.0), Rule(4095, 0.2), Rule(None, 1.0)))
+GROUP_EPLB = EplbStyle(True, 16384, (Rule(512, 0.0), Rule(4095, 0.2), Rule(None, 0.6)))
+TOKEN_EPLB = EplbStyle(False, 16384, (Rule(512, 0.0), Rule(4095, 0.2), Rule(None, 1.0)))
 
 
 def power_of_two(value: int) -> int:
@@ -165,7 +166,7 @@ def routing_plan(
     slots = power_of_two(topk)
     limit = power_of_two(num_tokens)
     parts = load_parts(num_physical)
-    counted = limit * slots >= LOAD_BINS if interpreted else num_tokens * topk >= COUNTING_SLOTS
+    counted = limit * slots >= LOAD_BINS if interpreted else num_tokens * topk >= style.counts_from
     parts = parts if counted else 0
     ahead = min(num_replicas, AHEAD_REPLICAS) if style.ahead and not counted else 0
     if interpreted:
