@@ -75,7 +75,7 @@ class EplbStyle:
 
 
 GROUP_EPLB = EplbStyle(True, 16384, (Rule(512, 0.0), Rule(4095, 0.2), Rule(None, 0.6)))
-TOKEN_EPLB = EplbStyle(False, 16384, (Rule(512, 0.0), Rule(4095, 0.2), Rule(None, 1.0)))
+TOKEN_EPLB = EplbStyle(False, 16384, (Rule(512, 0.0), Rule(1024, 0.2), Rule(4095, 0.6), Rule(None, 1.0)))
 
 
 def power_of_two(value: int) -> int:
