@@ -52,6 +52,8 @@ def bench(
 ) -> None:  # fmt: skip
     """Time implementations side by side, next to a device copy of the bytes that must move.
 
+    Cases that differ in what --set says alone are timed in the same rounds too.
+
     Nothing is timed that does not compare equal on the very shape. On a GPU the implementations of the table
     and the peers that are installed run; on a CPU, where kernels are only interpreted, the references.
 
@@ -70,6 +72,7 @@ def bench(
     axes = _axes(operations, tokens or DEFAULT_TOKENS[device], hidden, settings)
     chosen = _implementations(operations, names, peers, device)
     cases = _cases(operations, recipes, axes)
+    varied = {setting.partition("=")[0] for setting in settings}
     earlier, earlier_devices = _read_earlier(against)
     environment = short_environment(device)
 
@@ -78,13 +81,12 @@ def bench(
         output.progress(len(cases), "bench", show=not quiet and json_target != "-") as advance,
         _lines(json_target) as write,
     ):
-        for (
-            case
-        ) in cases:  # each case's lines are written at once: an interrupted run leaves what it has measured
-            measured = measurement.measure_case(case, chosen[case.operation.name], device, rounds)
+        # Lines are written as soon as they are measured: an interrupted run leaves what it has.
+        for group in measurement.together(cases, varied):
+            measured = measurement.measure_cases(group, chosen[group[0].operation.name], device, rounds)
             write("".join(f"{line}\n" for line in bench_report.as_lines(measured, environment)))
             found += measured
-            advance(1)
+            advance(len(group))
     if json_target != "-":
         _print(found, device, environment, earlier, earlier_devices)
     timed = any(one.us is not None for one in found)

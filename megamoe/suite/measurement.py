@@ -6,7 +6,8 @@ None of them is timed unless it compares equal on that very shape.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -26,7 +27,8 @@ Status = Literal["timed", "differs", "skipped", "failed"]
 # A row's generator makes at most this many tokens; a longer case draws its rows from them, in random order.
 # Prime, and no size that another axis has: a first axis of this length is the axis of tokens.
 GENERATED_TOKENS = 2039
-COPY = "\0copy "  # no implementation can be named so on a command line
+TOGETHER = 4  # cases timed in the same rounds: their memory lives at the same time
+COPY, MARK = " copy ", " by "  # between the number of a case and a name
 # What is measured unless the command line says otherwise, where a row has the parameter.
 DEFAULTS: Params = {"values": "random", "topk": 8, "experts": 256, "ids": "i32"}
 
@@ -75,27 +77,78 @@ def cases_of(operation: Operation, recipes: Sequence[str], axes: Mapping[str, Se
     return [Case(operation, one) for one in found]
 
 
-def measure_case(
-    case: Case, implementations: Sequence[Implementation], device: str, rounds: int | None = None
-) -> list[Measurement]:
-    """Compare each implementation with the reference on this very shape, then time those that agree.
+def together(cases: Sequence[Case], varied: Collection[str]) -> list[list[Case]]:
+    """Runs of at most TOGETHER cases of one operation that differ in the parameters ``varied`` alone."""
+    found: list[list[Case]] = []
+    last = None
+    for case in cases:
+        fixed = {name: value for name, value in case.params.items() if name not in varied}
+        key = (case.operation.name, json.dumps(fixed, sort_keys=True))
+        if key != last or len(found[-1]) == TOGETHER:
+            found.append([])
+        found[-1].append(case)
+        last = key
+    return found
 
-    The reference runs on ``device`` (its bytes do not depend on it). Whatever an implementation raises is its
-    result.
+
+def measure_cases(
+    cases: Sequence[Case], implementations: Sequence[Implementation], device: str, rounds: int | None = None
+) -> list[Measurement]:
+    """Compare each implementation with the reference on these very shapes, then time those that agree.
+
+    ``cases`` of one operation, ``implementations`` of it. All are timed in the same rounds, so that cases can
+    be set against each other as well as implementations. The reference runs on ``device`` (its bytes do not
+    depend on it). Whatever an implementation raises is its result.
     """
+    compared = [_compare(case, implementations, device) for case in cases]
+    candidates: dict[str, Sequence[timing.Call]] = {}
+    for index, one in enumerate(compared):
+        candidates |= {f"{index}{name}": calls for name, calls in _candidates(one, device).items()}
+    timings = timing.measure(candidates, device, rounds) if candidates else {}
+    found: list[Measurement] = []
+    for index, one in enumerate(compared):
+        copies = [timings[name].median_us for name in timings if name.startswith(f"{index}{COPY}")]
+        for _, measured in one.measured:
+            took = timings.get(f"{index}{MARK}{measured.implementation}")
+            found.append(measured if took is None else _timed(measured, took, min(copies)))
+    return found
+
+
+def _timed(measured: Measurement, took: timing.Timing, copy_us: float) -> Measurement:
+    return dataclasses.replace(
+        measured,
+        copy_us=copy_us,
+        us=took.median_us,
+        low_us=took.low_us,
+        high_us=took.high_us,
+        method=took.method,
+    )
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A case and what comparing said: its call (None if it cannot be made), bytes that must move, results."""
+
+    call: Call | None
+    moved: int
+    measured: list[tuple[Implementation, Measurement]]
+
+
+def _compare(case: Case, implementations: Sequence[Implementation], device: str) -> _Compared:
     blank = Measurement(case.operation.name, case.id, case.params, "", device, "failed")
     try:
         call = case.operation.call(case.params, draw_inputs(case))
         expected = execute(call, load(case.operation.reference), case.seed, device)
     except Exception as error:  # a case that cannot be made is the result of everything measured on it
         reason = f"reference: {describe_error(error)}"
-        return [dataclasses.replace(blank, implementation=i.name, detail=reason) for i in implementations]
+        failed = [dataclasses.replace(blank, implementation=i.name, detail=reason) for i in implementations]
+        return _Compared(None, 0, list(zip(implementations, failed, strict=True)))
     moved = moved_bytes(case.operation, call, expected)
-    found = {}
+    measured = []
     for implementation in implementations:
         result = run_case(case, implementation, device, expected, call).without_tensors()
         status: Status = "timed" if result.status == "passed" else "differs" if result.outputs else "failed"
-        found[implementation.name] = dataclasses.replace(
+        measurement = dataclasses.replace(
             blank,
             implementation=implementation.name,
             status="skipped" if result.skip else status,
@@ -103,38 +156,22 @@ def measure_case(
             bytes_compared=result.bytes_compared,
             bytes_moved=moved,
         )
-    del expected
-    green = [i for i in implementations if found[i.name].status == "timed"]
-    for name, timed in _time(call, green, device, moved, rounds).items():
-        found[name] = dataclasses.replace(found[name], **timed)
-    return list(found.values())
+        measured.append((implementation, measurement))
+    return _Compared(call, moved, measured)
 
 
-def _time(
-    call: Call, implementations: Sequence[Implementation], device: str, moved: int, rounds: int | None
-) -> dict[str, dict[str, Any]]:
-    if not implementations:
+def _candidates(compared: _Compared, device: str) -> dict[str, Sequence[timing.Call]]:
+    """What to time of a case: implementations that agree under MARK, copies of as many bytes under COPY."""
+    green = [one for one, measured in compared.measured if measured.status == "timed"]
+    if compared.call is None or not green:
         return {}
-    sets = timing.rotation_count(moved, device)
-    keywords = _rotation(call, device, sets)
-    candidates: dict[str, Sequence[timing.Call]] = {
-        COPY + name: calls for name, calls in timing.copies(moved, sets, device).items()
-    }
-    for implementation in implementations:
+    sets = timing.rotation_count(compared.moved, device)
+    keywords = _rotation(compared.call, device, sets)
+    found = {COPY + name: calls for name, calls in timing.copies(compared.moved, sets, device).items()}
+    for implementation in green:
         function = load(implementation.target)
-        candidates[implementation.name] = [partial(function, **one) for one in keywords]
-    timings = timing.measure(candidates, device, rounds)
-    copy_us = min(timings.pop(name).median_us for name in list(timings) if name.startswith(COPY))
-    return {
-        name: {
-            "copy_us": copy_us,
-            "us": one.median_us,
-            "low_us": one.low_us,
-            "high_us": one.high_us,
-            "method": one.method,
-        }
-        for name, one in timings.items()
-    }
+        found[MARK + implementation.name] = [partial(function, **one) for one in keywords]
+    return found
 
 
 def draw_inputs(case: Case) -> dict[str, Tensor]:

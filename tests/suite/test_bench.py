@@ -85,7 +85,7 @@ def test_nothing_is_timed_that_differs(peers: types.ModuleType, monkeypatch: pyt
     assert [line["status"] for line in theirs] == ["differs", "differs"]
     assert all(line["us"] is None and "bytes differ" in line["detail"] for line in theirs)
     assert peers.calls == ["differ", "differ"]
-    assert timed == [{measurement.COPY + "runtime", "reference"}] * 2
+    assert timed == [{f"0{measurement.COPY}runtime", f"0{measurement.MARK}reference"}] * 2
 
 
 def test_a_peer_that_raises_is_reported(peers: types.ModuleType) -> None:
@@ -190,16 +190,43 @@ def test_a_bad_reference_call_is_a_failure() -> None:
 def test_bytes_moved_are_each_tensor_once() -> None:
     """FP8 with top-k 8: 2 H read, H + H / 32 written, 8 ids and weights of 4 bytes in, 8 and 4 bytes out."""
     case = small_case(tokens=3)
-    (found,) = measurement.measure_case(case, [reference_implementation()], "cpu", 2)
+    (found,) = measurement.measure_cases([case], [reference_implementation()], "cpu", 2)
     assert found.bytes_moved == 3 * (2 * 256 + 256 + 256 // 32 + 8 * (4 + 4 + 8 + 4))
     paged = small_case(tokens=3, shared_block_m=64)
-    (found_paged,) = measurement.measure_case(paged, [reference_implementation()], "cpu", 2)
+    (found_paged,) = measurement.measure_cases([paged], [reference_implementation()], "cpu", 2)
     assert found_paged.bytes_moved - found.bytes_moved == 3 * 256 // 32
     mapped = small_case(tokens=3, eplb="record")
-    (found_mapped,) = measurement.measure_case(mapped, [reference_implementation()], "cpu", 2)
+    (found_mapped,) = measurement.measure_cases([mapped], [reference_implementation()], "cpu", 2)
     inputs = mapped.inputs()
     extra = sum(inputs[name].nbytes for name in ("logical_to_physical_map", "logical_replica_count"))
     assert found_mapped.bytes_moved - found.bytes_moved == extra + 2 * inputs["expert_load"].nbytes + 5
+
+
+def test_cases_that_differ_in_a_setting_are_timed_in_the_same_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two good cases around one that cannot be made, each with copies of its own."""
+    rounds: list[list[str]] = []
+
+    def measure(candidates: dict[str, object], device: str, count: int | None) -> dict[str, timing.Timing]:
+        rounds.append(list(candidates))
+        return {name: timing.Timing(10.0 + i, 0, 0, "graph") for i, name in enumerate(candidates)}
+
+    monkeypatch.setattr(timing, "measure", measure)
+    cases = [small_case(), small_case(hidden=100), small_case(eplb="record")]
+    found = measurement.measure_cases(cases, [reference_implementation()], "cpu", 2)
+    assert [one.status for one in found] == ["timed", "failed", "timed"]
+    assert [one.us for one in found] == [11.0, None, 13.0]
+    assert [one.copy_us for one in found] == [10.0, None, 12.0]
+    assert [one.case for one in found] == [case.id for case in cases]
+    assert [len(names) for names in rounds] == [4]
+
+
+def test_together_are_cases_that_differ_in_what_is_varied_alone() -> None:
+    cases = [small_case(tokens, eplb=eplb) for tokens in (2, 3) for eplb in (None, "record", "map")]
+    groups = measurement.together(cases, {"eplb"})
+    assert groups == [cases[:3], cases[3:]]
+    assert measurement.together(cases, set()) == [[case] for case in cases]
+    assert [len(group) for group in measurement.together(cases, {"eplb", "tokens"})] == [4, 2]
+    assert measurement.together([], {"eplb"}) == []
 
 
 def reference_implementation() -> Implementation:
@@ -265,7 +292,7 @@ def test_peer_arguments_reach_the_library(monkeypatch: pytest.MonkeyPatch) -> No
     library.mega_moe_pre_dispatch = reference.mega_moe_pre_dispatch
     monkeypatch.setitem(sys.modules, "deep_gemm", library)
     (peer,) = PEERS[FP8]
-    (found,) = measurement.measure_case(small_case(), [dataclasses.replace(peer, needs=())], "cpu", 2)
+    (found,) = measurement.measure_cases([small_case()], [dataclasses.replace(peer, needs=())], "cpu", 2)
     assert (found.status, found.detail) == ("timed", "")
 
 
