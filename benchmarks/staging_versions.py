@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 PACKAGE = "megamoe"
-KINDS = (None, "record")
 WORKERS = 8
 
 
@@ -82,28 +81,53 @@ def load_version(directory: Path) -> Version:
 Made = dict[str, Sequence[Callable[[], object]]]
 
 
-def calls(versions: Sequence[Version], operation: str, sets: Sequence[dict[str, torch.Tensor]]) -> Made:
-    """Calls on the same buffers by version and kind."""
+Tensors = dict[str, torch.Tensor]
+
+
+def calls(
+    versions: Sequence[Version], operation: str, sets: Sequence[Tensors], states: Sequence[dict[str, Any]]
+) -> Made:
+    """Calls on the same buffers and EPLB states (by kind) of the sets, by version and kind."""
     found: Made = {}
-    for version in versions:
+    for index, version in enumerate(versions, 1):
         scripts: Any = version.modules["staging_kernels"]
-        for kind in KINDS if operation != "block" else (None,):
-            with version.imported():
-                made = scripts.calls(operation, scripts.Candidate(eplb=kind), sets)
-            found[f"{version.name}, {kind or 'no'} EPLB"] = [partial(version.call, one) for one in made]
+        function = scripts.FUNCTIONS[operation]
+        for kind in states[0]:
+            found[f"{index} {version.name}, {kind}"] = [
+                partial(version.call, partial(function, **buffers, **state[kind]))
+                for buffers, state in zip(sets, states, strict=True)
+            ]
     return found
 
 
-def differing(made: Made, buffers: dict[str, torch.Tensor]) -> list[str]:
-    """The outputs in which a version differs from the first one of its kind."""
-    expected: dict[str, dict[str, torch.Tensor]] = {}
+def layer_states(version: Version, operation: str, count: int) -> list[dict[str, Any]]:
+    """For each of `count` sets the EPLB argument of a call by kind, which all versions share."""
+    scripts: Any = version.modules["staging_kernels"]
+    mapped = operation != "block"
+    return [
+        {"no EPLB": {}} | ({"record": {"eplb_state": scripts.layer_state("record")}} if mapped else {})
+        for _ in range(count)
+    ]
+
+
+def written_by(buffers: Tensors, state: dict[str, Any]) -> dict[str, Tensors]:
+    """By kind what a call writes: its output buffers, and the load of its EPLB state."""
+    outputs = {key: one for key, one in buffers.items() if key.startswith("x") or key.endswith("_out")}
+    loads = {kind: one["eplb_state"].expert_load_view for kind, one in state.items() if one}
+    return {kind: outputs | ({"load": loads[kind]} if kind in loads else {}) for kind in state}
+
+
+def differing(made: Made, written: dict[str, Tensors]) -> list[str]:
+    """The outputs in which a version differs from the first one of its kind. `written`: see `written_by`."""
+    expected: dict[str, Tensors] = {}
     found = []
     for name, (call, *_) in made.items():
-        for buffer in (one for key, one in buffers.items() if key.startswith(("x", "topk_idx_out"))):
-            buffer.view(torch.uint8).fill_(0xA5)
+        kind = name.rsplit(", ", 1)[1]
+        for one in written[kind].values():
+            one.view(torch.uint8).fill_(0x25)
         call()
-        actual = {key: one.view(torch.uint8).clone() for key, one in buffers.items()}
-        first = expected.setdefault(name.rsplit(",", 1)[1], actual)
+        actual = {key: one.view(torch.uint8).clone() for key, one in written[kind].items()}
+        first = expected.setdefault(kind, actual)
         found += [f"{name}: {key}" for key, one in actual.items() if not torch.equal(one, first[key])]
     return found
 
@@ -114,9 +138,9 @@ def warm(arguments: argparse.Namespace, versions: Sequence[Version], share: tupl
     sizes = [(h, t) for h in arguments.hidden for t in arguments.tokens]
     index = 0
     for hidden, tokens in sizes:
-        for call, *_ in calls(
-            versions, arguments.operation, [scripts.buffers(arguments.operation, tokens, hidden)]
-        ).values():
+        sets = [scripts.buffers(arguments.operation, tokens, hidden)]
+        states = layer_states(versions[0], arguments.operation, 1)
+        for call, *_ in calls(versions, arguments.operation, sets, states).values():
             if index % share[1] == share[0]:
                 call()
             index += 1
@@ -132,12 +156,13 @@ def report(arguments: argparse.Namespace, versions: Sequence[Version], hidden: i
         sets = [
             scripts.buffers(operation, count, hidden) for _ in range(scripts.rotation_count(moved, "cuda"))
         ]
-        made = calls(versions, operation, sets)
-        if problems := differing(made, sets[0]):
+        states = layer_states(versions[0], operation, len(sets))
+        made = calls(versions, operation, sets, states)
+        if problems := differing(made, written_by(sets[0], states[0])):
             raise SystemExit(f"{count} tokens, hidden {hidden}: other bytes: {'; '.join(problems)}")
         for name, timing in scripts.measure(made, "cuda").items():
             rows.setdefault(name, []).append(timing.median_us)
-        del sets, made
+        del sets, states, made
         torch.cuda.empty_cache()
     print(f"\n{operation} hidden {hidden}, us a call; tokens: " + " ".join(f"{t:>14}" for t in tokens))
     base = next(iter(rows.values()))

@@ -102,7 +102,7 @@ def hash_of(tokens):
 
 @triton.jit
 def load_slot(row, slot, valid, mapping):
-    """Physical experts (int64) in one slot of rows of the map, -1 where not valid."""
+    """Physical experts (int64) in a slot (int64, as is its offset) of rows of the map; -1 where not valid."""
     return tl.load(row + slot * mapping[5], mask=valid, other=-1).to(tl.int64)
 
 
@@ -117,7 +117,7 @@ def map_replica(row, count, tokens, valid, mapping):
 def load_ahead(row, valid, mapping, SLOT: tl.constexpr, AHEAD: tl.constexpr):
     physical = tl.full(row.shape, -1, tl.int64)
     if SLOT < AHEAD:
-        physical = load_slot(row, SLOT, valid, mapping)
+        physical = load_slot(row, tl.full((), SLOT, tl.int64), valid, mapping)
     return physical
 
 

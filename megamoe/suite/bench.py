@@ -52,7 +52,8 @@ def bench(
 ) -> None:  # fmt: skip
     """Time implementations side by side, next to a device copy of the bytes that must move.
 
-    Cases that differ in what --set says alone are timed in the same rounds too.
+    Cases that differ in what --set says alone are timed in the same rounds too, up to four at a time in the
+    order of the options.
 
     Nothing is timed that does not compare equal on the very shape. On a GPU the implementations of the table
     and the peers that are installed run; on a CPU, where kernels are only interpreted, the references.
@@ -225,6 +226,12 @@ def _implementations(
             output.stop("--impl: on a CPU kernels are only interpreted, which says nothing about their speed")
         known = () if names else PEERS.get(operation.name, ())
         found[operation.name] = [*own, *known, *extra]
+        names_taken = [one.name for one in found[operation.name]]
+        if twice := {name for name in names_taken if names_taken.count(name) > 1}:
+            output.stop(
+                f"--impl, --peer: expected one implementation a name for {operation.name}, "
+                f"got several of {', '.join(sorted(twice))}"
+            )
     return found
 
 

@@ -187,6 +187,24 @@ def test_more_slots_than_an_interpreted_tile_holds() -> None:
     assert torch.equal(arguments["topk_weights_out"], arguments["topk_weights"])
 
 
+def test_slots_far_apart_are_addressed_in_64_bits() -> None:
+    """Of a map whose slots are fetched ahead of their count; untouched memory between them costs nothing."""
+    stride = 2**31 // 3 + 1
+    far = torch.empty(3 * stride + 2, dtype=torch.int32).as_strided((2, 4), (1, stride))
+    for slot in range(4):
+        far[:, slot] = torch.tensor([slot, 4 + slot])
+    arguments = {**calls.fp8_inputs(tokens=8, size=128), **calls.routing(8, topk=2, experts=2)}
+    arguments["is_padding"] = None
+    load = torch.zeros(8, dtype=torch.int32)
+    state = EplbLayerState(load, far, torch.tensor([4, 3]), torch.tensor(True), [torch.tensor(8)])
+    staging.prepare_megamoe_inputs(**{**arguments, "eplb_state": state})
+    expected = torch.empty(8, 2, dtype=torch.int64)
+    for (token, slot), expert in np.ndenumerate(arguments["topk_ids"].numpy()):
+        expected[token, slot] = 4 * expert + token * 2654435769 % 2**32 % (4, 3)[expert]
+    assert torch.equal(arguments["topk_idx_out"], expected)
+    assert load.tolist() == expected.flatten().bincount(minlength=8).tolist()
+
+
 def test_columns_far_apart_are_addressed_in_64_bits() -> None:
     """Slot 7 is 7 * 2^29 elements behind slot 0: the untouched memory between them costs nothing."""
     apart, topk = 2**29, 8

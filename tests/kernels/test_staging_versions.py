@@ -3,6 +3,7 @@
 import importlib
 import shutil
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,22 +47,43 @@ def test_a_call_runs_the_kernels_of_its_own_version(changed: Path, monkeypatch: 
     assert {name: one for name, one in sys.modules.items() if name.startswith("megamoe")} == before
 
 
-def test_other_bytes_are_found() -> None:
-    buffers = {"x": torch.zeros(4, dtype=torch.uint8), "hidden_states": torch.zeros(4, dtype=torch.uint8)}
-
-    def write(value: int) -> Callable[[], object]:
-        return lambda: buffers["x"].fill_(value)
-
-    made = {"a, no EPLB": [write(1)], "a, record EPLB": [write(2)], "b, no EPLB": [write(1)]}
-    assert script.differing(made, buffers) == []
-    made["b, record EPLB"] = [write(3)]
-    assert script.differing(made, buffers) == ["b, record EPLB: x"]
+def buffers() -> dict[str, torch.Tensor]:
+    names = ("x", "topk_idx_out", "topk_weights_out", "hidden_states")
+    return {name: torch.zeros(4, dtype=torch.uint8) for name in names}
 
 
-def test_what_a_version_leaves_out_is_found() -> None:
-    buffers = {"x": torch.zeros(4, dtype=torch.uint8)}
-    made = {"a, no EPLB": [lambda: buffers["x"].fill_(5)], "b, no EPLB": [lambda: buffers["x"][:3].fill_(5)]}
-    assert script.differing(made, buffers) == ["b, no EPLB: x"]
+@pytest.mark.parametrize("left_out", [None, "x", "topk_idx_out", "topk_weights_out", "load"])
+def test_what_a_version_leaves_out_is_found(left_out: str | None) -> None:
+    """The second version writes the last byte of one output in none of its calls."""
+    state = types.SimpleNamespace(expert_load_view=torch.zeros(4, dtype=torch.int32))
+    written = script.written_by(buffers(), {"no EPLB": {}, "record": {"eplb_state": state}})
+    assert [list(one) for one in written.values()] == [
+        ["x", "topk_idx_out", "topk_weights_out"],
+        ["x", "topk_idx_out", "topk_weights_out", "load"],
+    ]
+
+    def write(kind: str, skipped: str | None) -> Callable[[], object]:
+        return lambda: [one[: -1 if key == skipped else None].fill_(5) for key, one in written[kind].items()]
+
+    made = {f"1 a, {kind}": [write(kind, None)] for kind in written}
+    made |= {f"2 b, {kind}": [write(kind, left_out)] for kind in written}
+    wrong = [f"2 b, {kind}: {left_out}" for kind in written if left_out in written[kind]]
+    assert script.differing(made, written) == wrong
+
+
+def test_versions_share_buffers_and_states(changed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also two of the same directory, which say how much the same kernels differ."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    here, other = script.load_version(ROOT), script.load_version(changed)
+    monkeypatch.setattr(torch, "tensor", lambda *a, f=torch.tensor, **k: f(*a, **{**k, "device": "cpu"}))
+    states = script.layer_states(here, "fp8", 1)
+    made = script.calls([here, here, other], "fp8", [calls.bf16_inputs(tokens=2, size=128)], states)
+    kinds = ("no EPLB", "record")
+    names = [f"{i} {v.name}, {kind}" for i, v in ((1, here), (2, here), (3, other)) for kind in kinds]
+    assert list(made) == names
+    used = {id(one.args[0].keywords["eplb_state"]) for name, (one,) in made.items() if "record" in name}
+    assert used == {id(states[0]["record"]["eplb_state"])}
 
 
 def test_a_directory_without_the_package_is_refused(tmp_path: Path) -> None:

@@ -182,6 +182,19 @@ def test_no_gpu_is_an_environment_error() -> None:
     assert "--device cuda" in run("--device", "cuda", code=2)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [("--peer", "reference=bench_peers:differ"), ("--impl", "reference", "--impl", "reference")],
+    ids=["peer", "impl"],
+)
+def test_two_of_a_name_are_refused(peers: types.ModuleType, options: tuple[str, ...]) -> None:
+    """Results are told apart by the name: one that differs must not get the time of one that does not."""
+    text = run(*SMALL, *options, code=2)
+    assert "expected one implementation a name" in text
+    assert "several of reference" in text
+    assert peers.calls == []
+
+
 def test_a_bad_reference_call_is_a_failure() -> None:
     text = run("--op", FP8, "--tokens", "2", "--hidden", "100", "--device", "cpu", code=1)
     assert "reference: ValueError" in text
