@@ -77,6 +77,12 @@ def buffers(operation: str, tokens: int, hidden: int) -> dict[str, torch.Tensor]
     return made
 
 
+def rotating_buffers(operation: str, tokens: int, hidden: int) -> list[dict[str, torch.Tensor]]:
+    """As many sets as calls rotate over."""
+    count = rotation_count(moved_bytes(operation, tokens, hidden), "cuda")
+    return [buffers(operation, tokens, hidden) for _ in range(count)]
+
+
 FUNCTIONS: dict[str, Callable[..., None]] = {
     "fp8": staging.prepare_megamoe_inputs,
     "token": staging.prepare_megamoe_nvfp4_inputs,
@@ -158,19 +164,19 @@ def deep_gemm_call(function: Callable[..., None], b: dict[str, torch.Tensor]) ->
              b["topk_weights_out"], b["hidden_states"].shape[0], 32)  # fmt: skip
 
 
-def moved_bytes(operation: str, hidden: int) -> float:
-    """Bytes a token must move: the hidden states once, every output once, the routing."""
+def moved_bytes(operation: str, tokens: int, hidden: int) -> int:
+    """Bytes a call must move: the hidden states once, every output once, the routing."""
     routing = TOPK * (4 + 4 + 8 + 4)
     outputs = hidden + hidden // 32 if operation == "fp8" else hidden // 2 + hidden // 16 + 4
-    return 2 * hidden + outputs + routing
+    return (2 * hidden + outputs + routing) * tokens
 
 
 def report(operation: str, tokens: Sequence[int], hidden: int, tables_only: bool) -> None:
     rows: dict[str, dict[int, float]] = {}
     peer = pre_dispatch() if operation == "fp8" else None
     for count in tokens:
-        moved = int(moved_bytes(operation, hidden) * count)
-        sets = [buffers(operation, count, hidden) for _ in range(rotation_count(moved, "cuda"))]
+        sets = rotating_buffers(operation, count, hidden)
+        moved = moved_bytes(operation, count, hidden)
         timed = {f"copy, {name}": found for name, found in copies(moved, len(sets), "cuda").items()}
         for name, candidate in candidates(operation, count, hidden, tables_only).items():
             timed[name] = calls(operation, candidate, sets)
@@ -183,6 +189,13 @@ def report(operation: str, tokens: Sequence[int], hidden: int, tables_only: bool
     print(f"\n{operation} hidden {hidden}, us a call; tokens: " + " ".join(f"{t:>8}" for t in tokens))
     for name, values in rows.items():
         print(f"{name:>24} " + " ".join(f"{values.get(t, float('nan')):8.2f}" for t in tokens))
+
+
+def run_warm_shares(count: int = 8) -> None:
+    """Run the script itself once a share, side by side: `--warm i/count` beside its other arguments."""
+    command = [sys.executable, *sys.argv, "--warm"]
+    for worker in [subprocess.Popen([*command, f"{i}/{count}"]) for i in range(count)]:
+        worker.wait()
 
 
 def warm(shard: int, shards: int, hidden: list[int], operations: list[str], tokens: list[int]) -> None:
@@ -213,10 +226,7 @@ def main() -> None:
         shard, shards = map(int, arguments.warm.split("/"))
         warm(shard, shards, arguments.hidden, arguments.operation, arguments.tokens)
         return
-    command = [sys.executable, *sys.argv, "--warm"]
-    workers = [subprocess.Popen([*command, f"{i}/8"]) for i in range(8)]
-    for worker in workers:
-        worker.wait()
+    run_warm_shares()
     for operation in arguments.operation:
         for hidden in arguments.hidden:
             report(operation, arguments.tokens, hidden, arguments.tables_only)

@@ -10,7 +10,6 @@ to the first version without EPLB, so that two rows of "record" say which mappin
 """
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,8 @@ from typing import Any
 import torch
 
 PACKAGE = "megamoe"
-WORKERS = 8
+Tensors = dict[str, torch.Tensor]
+Made = dict[str, Sequence[Callable[[], object]]]
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,6 @@ def load_version(directory: Path) -> Version:
         sys.path.pop(0)
         _replace(_package_modules(), kept)
     return Version(str(directory), found)
-
-
-Made = dict[str, Sequence[Callable[[], object]]]
-
-
-Tensors = dict[str, torch.Tensor]
 
 
 def calls(
@@ -152,10 +146,7 @@ def report(arguments: argparse.Namespace, versions: Sequence[Version], hidden: i
     operation, tokens = arguments.operation, arguments.tokens
     rows: dict[str, list[float]] = {}
     for count in tokens:
-        moved = int(scripts.moved_bytes(operation, hidden) * count)
-        sets = [
-            scripts.buffers(operation, count, hidden) for _ in range(scripts.rotation_count(moved, "cuda"))
-        ]
+        sets = scripts.rotating_buffers(operation, count, hidden)
         states = layer_states(versions[0], operation, len(sets))
         made = calls(versions, operation, sets, states)
         if problems := differing(made, written_by(sets[0], states[0])):
@@ -184,10 +175,8 @@ def main() -> None:
         index, count = map(int, arguments.warm.split("/"))
         warm(arguments, versions, (index, count))
         return
-    command = [sys.executable, *sys.argv, "--warm"]
-    workers = [subprocess.Popen([*command, f"{i}/{WORKERS}"]) for i in range(WORKERS)]
-    for worker in workers:
-        worker.wait()
+    scripts: Any = versions[0].modules["staging_kernels"]
+    scripts.run_warm_shares()
     for hidden in arguments.hidden:
         report(arguments, versions, hidden)
 

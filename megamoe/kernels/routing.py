@@ -101,38 +101,38 @@ def hash_of(tokens):
 
 
 @triton.jit
-def load_slot(row, slot, valid, mapping):
+def load_slot(row, slot, slot_stride, valid):
     """Physical experts (int64) in a slot (int64, as is its offset) of rows of the map; -1 where not valid."""
-    return tl.load(row + slot * mapping[5], mask=valid, other=-1).to(tl.int64)
+    return tl.load(row + slot * slot_stride, mask=valid, other=-1).to(tl.int64)
 
 
 @triton.jit
-def map_replica(row, count, tokens, valid, mapping):
+def map_replica(row, slot_stride, num_slots, count, tokens, valid):
     """Physical experts of rows of the map; -1 beyond a row, whose slots end earlier than its count says."""
     replica = hash_of(tokens) % tl.maximum(count, 1).to(tl.uint32)
-    return load_slot(row, replica.to(tl.int64), valid & (replica < mapping[7]), mapping)
+    return load_slot(row, replica.to(tl.int64), slot_stride, valid & (replica < num_slots))
 
 
 @triton.jit
-def load_ahead(row, valid, mapping, SLOT: tl.constexpr, AHEAD: tl.constexpr):
+def load_ahead(row, slot_stride, valid, SLOT: tl.constexpr, AHEAD: tl.constexpr):
     physical = tl.full(row.shape, -1, tl.int64)
     if SLOT < AHEAD:
-        physical = load_slot(row, tl.full((), SLOT, tl.int64), valid, mapping)
+        physical = load_slot(row, tl.full((), SLOT, tl.int64), slot_stride, valid)
     return physical
 
 
 @triton.jit
-def map_ahead(row, count, tokens, valid, mapping, AHEAD: tl.constexpr):
+def map_ahead(row, slot_stride, count, tokens, valid, AHEAD: tl.constexpr):
     """(counts, what `map_replica` finds for counts up to 4); `count` points to them.
 
     The first replicas are loaded beside the count, not after it: AHEAD, four or as many as the map has slots.
     Remainders by 2, 3 and 4 are computed meanwhile. It halves the way from id to physical id, at five loads a
     slot: for few tokens.
     """
-    first = load_ahead(row, valid, mapping, 0, AHEAD)
-    second = load_ahead(row, valid, mapping, 1, AHEAD)
-    third = load_ahead(row, valid, mapping, 2, AHEAD)
-    fourth = load_ahead(row, valid, mapping, 3, AHEAD)
+    first = load_ahead(row, slot_stride, valid, 0, AHEAD)
+    second = load_ahead(row, slot_stride, valid, 1, AHEAD)
+    third = load_ahead(row, slot_stride, valid, 2, AHEAD)
+    fourth = load_ahead(row, slot_stride, valid, 3, AHEAD)
     counts = tl.load(count, mask=valid, other=1)
     token_hash = hash_of(tokens)
     is_even = token_hash % 2 == 0
@@ -151,17 +151,18 @@ def map_to_physical(ids, tokens, mask, mapping, AHEAD: tl.constexpr):
     The replica is hash(token) modulo the replica count. AHEAD: `map_ahead`, or 0 to ask for the count first.
     """
     expert_map, replica_count = mapping[0:2]
-    valid = mask & (unsigned(ids) < mapping[6])
+    expert_map_stride, slot_stride, num_logical, num_slots, replica_count_stride = mapping[4:9]
+    valid = mask & (unsigned(ids) < num_logical)
     safe_ids = tl.where(valid, ids, 0).to(tl.uint32)
-    count = replica_count + offset_of(safe_ids, mapping[8])
-    row = expert_map + offset_of(safe_ids, mapping[4])
+    count = replica_count + offset_of(safe_ids, replica_count_stride)
+    row = expert_map + offset_of(safe_ids, expert_map_stride)
     if AHEAD == 0:
         counts = tl.load(count, mask=valid, other=1)
-        physical = map_replica(row, counts, tokens, valid, mapping)
+        physical = map_replica(row, slot_stride, num_slots, counts, tokens, valid)
     else:
-        counts, physical = map_ahead(row, count, tokens, valid, mapping, AHEAD)
+        counts, physical = map_ahead(row, slot_stride, count, tokens, valid, AHEAD)
         if tl.max(short_count(counts), 0) > 4:
-            physical = map_replica(row, counts, tokens, valid, mapping)
+            physical = map_replica(row, slot_stride, num_slots, counts, tokens, valid)
     return physical
 
 

@@ -5,7 +5,7 @@ interpreter a program costs Python time per operation, so tiles there are as lar
 """
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 INTERPRETER_ELEMENTS = 1 << 20
 
@@ -57,6 +57,15 @@ COUNTED_SLOTS = 256  # slots of a program that counts
 COUNTED_WARP_SLOTS = 64  # or of each of its warps, if that makes more
 AHEAD_REPLICAS = 4  # of an expert are loaded ahead of their count: the kernels know how to choose among them
 AHEAD_TOKENS = (Rule(8, 1), Rule(64, 2), Rule(None, 1 << 30))  # of a program then, up to a slot a thread
+
+
+class EplbSizes(Protocol):
+    """What a plan asks of a mapping: counters of the load, slots of an expert in the map."""
+
+    @property
+    def num_physical(self) -> int: ...
+    @property
+    def num_replicas(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -151,24 +160,18 @@ class RoutingPlan:
 def routing_plan(
     topk: int,
     num_tokens: int,
-    num_physical: int,
-    num_replicas: int,
+    eplb: EplbSizes | None,
     num_warps: int,
     other_programs: int,
     interpreted: bool,
     style: EplbStyle,
 ) -> RoutingPlan:
-    """For num_tokens tokens beside `other_programs` programs.
-
-    num_physical, num_replicas: counters of the load and slots of an expert in EPLB's map, 0 where nothing is
-    mapped.
-    """
+    """For num_tokens tokens beside `other_programs` programs; eplb is None where nothing is mapped."""
     slots = power_of_two(topk)
     limit = power_of_two(num_tokens)
-    parts = load_parts(num_physical)
     counted = limit * slots >= LOAD_BINS if interpreted else num_tokens * topk >= style.counts_from
-    parts = parts if counted else 0
-    ahead = min(num_replicas, AHEAD_REPLICAS) if style.ahead and not counted else 0
+    parts = load_parts(eplb.num_physical) if eplb and counted else 0
+    ahead = min(eplb.num_replicas, AHEAD_REPLICAS) if eplb and style.ahead and not counted else 0
     if interpreted:
         tokens = min(limit, INTERPRETER_ELEMENTS // slots)
     elif parts:
@@ -181,7 +184,7 @@ def routing_plan(
     if ahead:  # whole warps, so that it takes one instruction to ask whether any count is high
         slots = max(slots, 32 // tokens)
     programs = -(-num_tokens // tokens)
-    share = _rule(style.spreads, num_tokens) if num_physical and not interpreted else 0.0
+    share = _rule(style.spreads, num_tokens) if eplb and not interpreted else 0.0
     period = max(int(share * (programs + other_programs) / max(programs, 1)), 1)
     return RoutingPlan(programs, tokens, slots, period.bit_length() - 1, ahead, parts)
 

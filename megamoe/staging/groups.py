@@ -41,14 +41,7 @@ def _launch_groups(
     column_tiles = -(-size // tile.block_h)
     tiles = -(-num_tokens // tile.block_m) * column_tiles
     routing = tuning.routing_plan(
-        num_topk,
-        num_tokens,
-        eplb.num_physical if eplb else 0,
-        eplb.num_replicas if eplb else 0,
-        tile.num_warps,
-        tiles,
-        interpreted,
-        tuning.GROUP_EPLB,
+        num_topk, num_tokens, eplb, tile.num_warps, tiles, interpreted, tuning.GROUP_EPLB
     )
     block_m = shared_block_m or 1
     mapping, load = pack_eplb(eplb)

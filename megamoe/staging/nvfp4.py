@@ -113,14 +113,7 @@ def prepare_megamoe_nvfp4_inputs(
     tile = tuning.row_tile(num_tokens, size, interpreted)
     tiles = -(-num_tokens // tile.block_m)
     routing = tuning.routing_plan(
-        topk,
-        num_tokens,
-        eplb.num_physical if eplb else 0,
-        eplb.num_replicas if eplb else 0,
-        tile.num_warps,
-        tiles,
-        interpreted,
-        tuning.TOKEN_EPLB,
+        topk, num_tokens, eplb, tile.num_warps, tiles, interpreted, tuning.TOKEN_EPLB
     )
     # The first routing program also writes l2_alpha, so there is one even without tokens.
     routing_programs = max(1, routing.programs)

@@ -49,7 +49,7 @@ def prepare_megamoe_nvfp4_block_inputs(
     column_tiles = -(-size // tile.block_h)
     tiles = -(-num_tokens // tile.block_m) * column_tiles
     routing = tuning.routing_plan(
-        topk, num_tokens, 0, 0, tile.num_warps, tiles, interpreted, tuning.TOKEN_EPLB
+        topk, num_tokens, None, tile.num_warps, tiles, interpreted, tuning.TOKEN_EPLB
     )
     source, pairs = as_pairs(hidden)
     words, x_stride, x_words = as_words(x)

@@ -6,10 +6,10 @@ None of them is timed unless it compares equal on that very shape.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -79,16 +79,12 @@ def cases_of(operation: Operation, recipes: Sequence[str], axes: Mapping[str, Se
 
 def together(cases: Sequence[Case], varied: Collection[str]) -> list[list[Case]]:
     """Runs of at most TOGETHER cases of one operation that differ in the parameters ``varied`` alone."""
-    found: list[list[Case]] = []
-    last = None
-    for case in cases:
-        fixed = {name: value for name, value in case.params.items() if name not in varied}
-        key = (case.operation.name, json.dumps(fixed, sort_keys=True))
-        if key != last or len(found[-1]) == TOGETHER:
-            found.append([])
-        found[-1].append(case)
-        last = key
-    return found
+
+    def fixed(case: Case) -> tuple[str, Params]:
+        return case.operation.name, {k: v for k, v in case.params.items() if k not in varied}
+
+    runs = [list(run) for _, run in groupby(cases, fixed)]
+    return [run[i : i + TOGETHER] for run in runs for i in range(0, len(run), TOGETHER)]
 
 
 def measure_cases(

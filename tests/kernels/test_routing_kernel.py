@@ -1,7 +1,7 @@
 """The routing programs of the staging kernels: every way to map, to count and to stand in the grid."""
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import kernel_calls as calls
 import numpy as np
@@ -21,6 +21,13 @@ EXPERTS, SLOTS, PHYSICAL = 24, 6, 300  # two parts of a load
 GUARD = 8  # counters behind the load that nobody may touch
 COUNTS = [*range(10), -1, -(2**32) + 3]  # zero, above the slots, negative
 TOKENS = [1, 8, 64, 128, 129, 256, 512, 1024, 2047, 2048, 4096, 8192, 32768]
+
+
+class Sizes(NamedTuple):
+    """Of a mapping, for a plan."""
+
+    num_physical: int
+    num_replicas: int
 
 
 def _state(limit: int, counts: list[int], slots: int = SLOTS) -> EplbLayerState:
@@ -102,7 +109,7 @@ def test_maps_of_any_width(slots: int) -> None:
         **calls.fp8_inputs(tokens=count, size=128),
         **calls.routing(count, topk=3, experts=EXPERTS + 2),
     }
-    assert tuning.routing_plan(3, count, PHYSICAL, slots, 1, 7, False, tuning.GROUP_EPLB).ahead == min(
+    assert tuning.routing_plan(3, count, Sizes(PHYSICAL, slots), 1, 7, False, tuning.GROUP_EPLB).ahead == min(
         slots, 4
     )
     for counts in (list(range(slots + 1)), COUNTS):
@@ -148,11 +155,10 @@ def test_every_program_has_a_turn(routers: int, others: int, shift: int) -> None
 def test_plans_cover_every_token_inside_the_grid(
     style: tuning.EplbStyle, topk: int, num_physical: int
 ) -> None:
+    eplb = Sizes(num_physical, 5) if num_physical else None
     for num_tokens in TOKENS:
         for warps, others in ((1, num_tokens), (4, num_tokens * 3), (8, max(num_tokens // 4, 1))):
-            plan = tuning.routing_plan(
-                topk, num_tokens, num_physical, num_physical and 5, warps, others, False, style
-            )
+            plan = tuning.routing_plan(topk, num_tokens, eplb, warps, others, False, style)
             assert plan.programs * plan.tokens >= num_tokens > (plan.programs - 1) * plan.tokens
             assert plan.slots >= topk
             assert (plan.programs - 1) << plan.shift < plan.programs + others
@@ -163,12 +169,12 @@ def test_plans_cover_every_token_inside_the_grid(
 
 
 def test_no_tokens_need_no_routing_program() -> None:
-    plan = tuning.routing_plan(8, 0, 288, 4, 4, 0, False, tuning.GROUP_EPLB)
+    plan = tuning.routing_plan(8, 0, Sizes(288, 4), 4, 0, False, tuning.GROUP_EPLB)
     assert (plan.programs, plan.shift) == (0, 0)
 
 
 def test_a_load_too_long_to_count_is_no_call_of_few_tokens() -> None:
-    plan = tuning.routing_plan(8, 32768, 2049, 4, 8, 57344, False, tuning.GROUP_EPLB)
+    plan = tuning.routing_plan(8, 32768, Sizes(2049, 4), 8, 57344, False, tuning.GROUP_EPLB)
     assert (plan.ahead, plan.load_parts) == (0, 0)
 
 
