@@ -37,6 +37,8 @@ DEFAULT_TOKENS = {"cuda": "1,8,64,512,2048,8192,32768", "cpu": "1,64,512"}
               help="Somebody else's function with the operation's arguments, beside ours.")  # fmt: skip
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda if there is one.")
 @click.option("--rounds", type=click.IntRange(min=2), help="Default: 15 on a GPU, 5 on a CPU.")
+@click.option("--rotate", "rotation_mib", type=click.IntRange(min=1), default=256, show_default=True,
+              metavar="MIB", help="What buffers that calls rotate over hold together, on a GPU.")  # fmt: skip
 @click.option(
     "--against", type=click.Path(path_type=Path, dir_okay=False), help="JSON lines of an earlier run."
 )
@@ -48,12 +50,13 @@ DEFAULT_TOKENS = {"cuda": "1,8,64,512,2048,8192,32768", "cpu": "1,64,512"}
 def bench(
     pattern: str, recipes: str | None, tokens: str | None, hidden: str, settings: tuple[str, ...],
     names: tuple[str, ...], peers: tuple[str, ...], device: str | None, rounds: int | None,
-    against: Path | None, json_target: str | None, plot_target: Path | None, quiet: bool,
+    rotation_mib: int, against: Path | None, json_target: str | None, plot_target: Path | None, quiet: bool,
 ) -> None:  # fmt: skip
     """Time implementations side by side, next to a device copy of the bytes that must move.
 
     Cases that differ in what --set says alone are timed in the same rounds too, up to four at a time in the
-    order of the options.
+    order of the options. Calls rotate over as many sets of buffers as --rotate allows, from two to 20: more
+    than the cache holds unless a call is small. With few, calls find their inputs in the cache.
 
     Nothing is timed that does not compare equal on the very shape. On a GPU the implementations of the table
     and the peers that are installed run; on a CPU, where kernels are only interpreted, the references.
@@ -63,10 +66,13 @@ def bench(
     from megamoe.capability import probe
     from megamoe.suite import bench_report, measurement, session
     from megamoe.suite.environment import short_environment
+    from megamoe.suite.timing import ROTATION_BYTES
 
     if device == "cuda" and not probe("cuda").ok:
         output.stop(f"--device cuda: {probe('cuda').reason}")
     device = device or session.default_device()
+    if device == "cpu" and rotation_mib << 20 != ROTATION_BYTES:
+        output.stop("--rotate: on a CPU calls rotate over two sets of buffers, whatever they hold")
     if plot_target is not None and importlib.util.find_spec("matplotlib") is None:
         output.stop("--plot: needs matplotlib (pip install megamoe[report])")
     operations = _operations(pattern)
@@ -74,8 +80,9 @@ def bench(
     chosen = _implementations(operations, names, peers, device)
     cases = _cases(operations, recipes, axes)
     varied = {setting.partition("=")[0] for setting in settings}
-    earlier, earlier_devices = _read_earlier(against)
+    earlier, earlier_conditions = _read_earlier(against)
     environment = short_environment(device)
+    conditions = bench_report.conditions(environment["device"], rotation_mib)
 
     found: list[Measurement] = []
     with (
@@ -84,12 +91,15 @@ def bench(
     ):
         # Lines are written as soon as they are measured: an interrupted run leaves what it has.
         for group in measurement.together(cases, varied):
-            measured = measurement.measure_cases(group, chosen[group[0].operation.name], device, rounds)
-            write("".join(f"{line}\n" for line in bench_report.as_lines(measured, environment)))
+            measured = measurement.measure_cases(
+                group, chosen[group[0].operation.name], device, rounds, rotation_mib << 20
+            )
+            lines = bench_report.as_lines(measured, environment, rotation_mib)
+            write("".join(f"{line}\n" for line in lines))
             found += measured
             advance(len(group))
     if json_target != "-":
-        _print(found, device, environment, earlier, earlier_devices)
+        _print(found, device, environment, earlier, earlier_conditions - {conditions})
     timed = any(one.us is not None for one in found)
     if plot_target is not None and timed:
         subtitle = f"megamoe bench, {environment['device']}, torch {environment['torch']}"
@@ -119,7 +129,7 @@ def _print(
     device: str,
     environment: dict[str, str],
     earlier: Any,
-    earlier_devices: set[str],
+    other_conditions: set[str],
 ) -> None:
     from megamoe.suite import bench_report
 
@@ -130,10 +140,9 @@ def _print(
     )
     if device == "cpu":
         screen.print("On a CPU kernels are only interpreted: these are the references, by wall clock.")
-    if earlier and earlier_devices != {environment["device"]}:
-        screen.print(
-            f"The earlier run was on another device: {', '.join(sorted(earlier_devices))}", style="yellow"
-        )
+    if other_conditions:
+        listed = "; ".join(sorted(other_conditions))
+        screen.print(f"The earlier run was measured on: {listed}", style="yellow")
     for name, group in bench_report.groups(found).items():
         if any(one.us is not None for one in group):
             shown = [one for one in group if one.status != "skipped"]

@@ -13,6 +13,7 @@ from rich.table import Table
 from megamoe.suite.measurement import DEFAULTS, Measurement
 from megamoe.suite.operation import Params
 from megamoe.suite.table import table
+from megamoe.suite.timing import ROTATION_BYTES
 
 FORMAT = "megamoe-bench/1"
 _AXES = ("recipe", "tokens", "hidden", "rows")
@@ -104,7 +105,15 @@ def not_timed(found: Iterable[Measurement]) -> list[str]:
     ]
 
 
-def as_lines(found: Iterable[Measurement], environment: Mapping[str, str]) -> list[str]:
+def conditions(device: str, rotation_mib: int) -> str:
+    """What has to be the same for the times of two runs to be set against each other."""
+    usual = rotation_mib == ROTATION_BYTES >> 20
+    return device if usual else f"{device}, rotating over {rotation_mib} MiB"
+
+
+def as_lines(
+    found: Iterable[Measurement], environment: Mapping[str, str], rotation_mib: int = ROTATION_BYTES >> 20
+) -> list[str]:
     """A JSON object a line, each complete in itself."""
     return [
         json.dumps(
@@ -112,6 +121,7 @@ def as_lines(found: Iterable[Measurement], environment: Mapping[str, str]) -> li
                 "format": FORMAT,
                 **asdict(one),
                 "share_of_copy": one.share_of_copy,
+                "rotation_mib": rotation_mib,
                 "environment": dict(environment),
             }
         )
@@ -120,22 +130,23 @@ def as_lines(found: Iterable[Measurement], environment: Mapping[str, str]) -> li
 
 
 def read_lines(path: Path) -> tuple[Earlier, set[str]]:
-    """Times of an earlier run, and the devices they were measured on. ValueError for a file that is none."""
+    """Times of an earlier run, and the `conditions` of it. ValueError for a file that is none."""
     found: dict[tuple[str, str], float] = {}
-    devices: set[str] = set()
+    measured_on: set[str] = set()
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             line: Any = json.loads(text)
             if line["format"] != FORMAT:
                 raise ValueError(f"format {line['format']!r}")
-            devices.add(line["environment"]["device"])
+            rotation_mib = line.get("rotation_mib", ROTATION_BYTES >> 20)  # early runs do not say it
+            measured_on.add(conditions(line["environment"]["device"], rotation_mib))
             if line["us"] is not None:
                 found[line["case"], line["implementation"]] = float(line["us"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}:{number}: expected a line of {FORMAT} ({error})") from None
     if not found:
         raise ValueError(f"{path}: has no times")
-    return found, devices
+    return found, measured_on
 
 
 def plot(found: Sequence[Measurement], path: Path, subtitle: str) -> None:

@@ -38,7 +38,8 @@ class Measurement:
     """One implementation on one case.
 
     bytes_moved: every input once and every output once. copy_us: what a device copy of as many bytes took in
-    the same run. us: median; low_us and high_us: quartiles. detail: why it was not timed.
+    the same run. us: median; low_us and high_us: quartiles. sets: of buffers that its calls rotated over.
+    detail: why it was not timed.
     """
 
     op: str
@@ -55,6 +56,7 @@ class Measurement:
     low_us: float | None = None
     high_us: float | None = None
     method: str = ""
+    sets: int = 0
 
     @property
     def share_of_copy(self) -> float | None:
@@ -88,29 +90,36 @@ def together(cases: Sequence[Case], varied: Collection[str]) -> list[list[Case]]
 
 
 def measure_cases(
-    cases: Sequence[Case], implementations: Sequence[Implementation], device: str, rounds: int | None = None
+    cases: Sequence[Case],
+    implementations: Sequence[Implementation],
+    device: str,
+    rounds: int | None = None,
+    rotation_bytes: int = timing.ROTATION_BYTES,
 ) -> list[Measurement]:
     """Compare each implementation with the reference on these very shapes, then time those that agree.
 
     ``cases`` of one operation, ``implementations`` of it. All are timed in the same rounds, so that cases can
     be set against each other as well as implementations. The reference runs on ``device`` (its bytes do not
-    depend on it). Whatever an implementation raises is its result.
+    depend on it). Whatever an implementation raises is its result. rotation_bytes: what the sets of buffers
+    that the calls of a case rotate over hold together.
     """
     compared = [_compare(case, implementations, device) for case in cases]
     candidates: dict[str, Sequence[timing.Call]] = {}
+    sets = [timing.rotation_count(one.moved, device, rotation_bytes) for one in compared]
     for index, one in enumerate(compared):
-        candidates |= {f"{index}{name}": calls for name, calls in _candidates(one, device).items()}
+        made = _candidates(one, device, sets[index])
+        candidates |= {f"{index}{name}": calls for name, calls in made.items()}
     timings = timing.measure(candidates, device, rounds) if candidates else {}
     found: list[Measurement] = []
     for index, one in enumerate(compared):
         copies = [timings[name].median_us for name in timings if name.startswith(f"{index}{COPY}")]
         for _, measured in one.measured:
             took = timings.get(f"{index}{MARK}{measured.implementation}")
-            found.append(measured if took is None else _timed(measured, took, min(copies)))
+            found.append(measured if took is None else _timed(measured, took, min(copies), sets[index]))
     return found
 
 
-def _timed(measured: Measurement, took: timing.Timing, copy_us: float) -> Measurement:
+def _timed(measured: Measurement, took: timing.Timing, copy_us: float, sets: int) -> Measurement:
     return dataclasses.replace(
         measured,
         copy_us=copy_us,
@@ -118,6 +127,7 @@ def _timed(measured: Measurement, took: timing.Timing, copy_us: float) -> Measur
         low_us=took.low_us,
         high_us=took.high_us,
         method=took.method,
+        sets=sets,
     )
 
 
@@ -156,12 +166,11 @@ def _compare(case: Case, implementations: Sequence[Implementation], device: str)
     return _Compared(call, moved, measured)
 
 
-def _candidates(compared: _Compared, device: str) -> dict[str, Sequence[timing.Call]]:
+def _candidates(compared: _Compared, device: str, sets: int) -> dict[str, Sequence[timing.Call]]:
     """What to time of a case: implementations that agree under MARK, copies of as many bytes under COPY."""
     green = [one for one, measured in compared.measured if measured.status == "timed"]
     if compared.call is None or not green:
         return {}
-    sets = timing.rotation_count(compared.moved, device)
     keywords = _rotation(compared.call, device, sets)
     found = {COPY + name: calls for name, calls in timing.copies(compared.moved, sets, device).items()}
     for implementation in green:

@@ -44,11 +44,11 @@ class Timing:
     method: Method
 
 
-def rotation_count(set_bytes: int, device: str) -> int:
-    """How many sets of buffers of this size to rotate over."""
+def rotation_count(set_bytes: int, device: str, rotation_bytes: int = ROTATION_BYTES) -> int:
+    """How many sets of buffers of this size to rotate over: `rotation_bytes` together, at least two."""
     if device == "cpu":
         return 2
-    return min(LAUNCHES, max(2, ROTATION_BYTES // max(set_bytes, 1)))
+    return min(LAUNCHES, max(2, rotation_bytes // max(set_bytes, 1)))
 
 
 def copies(num_bytes: int, sets: int, device: str) -> dict[str, Sequence[Call]]:

@@ -73,6 +73,7 @@ def test_reference_and_peer_are_timed_side_by_side(peers: types.ModuleType, tmp_
             assert line["low_us"] <= line["us"] <= line["high_us"]
             assert line["share_of_copy"] == line["copy_us"] / line["us"]
             assert line["method"] == "wall clock"
+            assert (line["sets"], line["rotation_mib"]) == (2, 256)
 
 
 def test_nothing_is_timed_that_differs(peers: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,13 +101,16 @@ def test_against_an_earlier_run(peers: types.ModuleType, tmp_path: Path) -> None
     lines = [json.loads(line) for line in earlier.read_text().splitlines()]
     for line in lines:
         line["environment"]["device"] = "another device"
+    lines[0]["rotation_mib"] = 8
+    del lines[1]["rotation_mib"]
     earlier.write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = run(*SMALL, "--against", str(earlier), "--json", str(later))
     assert "/ earlier" in text
-    assert "on another device: another device" in text
-    times, devices = bench_report.read_lines(earlier)
-    assert devices == {"another device"}
+    assert "measured on: another device; another device, rotating over 8 MiB" in text
+    times, conditions = bench_report.read_lines(earlier)
+    assert conditions == {"another device", "another device, rotating over 8 MiB"}
     assert len(times) == 2
+    assert "was measured on" not in run(*SMALL, "--against", str(later))
 
 
 @pytest.mark.parametrize(
@@ -170,6 +174,8 @@ def test_buffers_are_as_long_as_the_tokens() -> None:
         (("--impl", "nobody"), "expected one of"),
         (("--impl", "triton"), "only interpreted"),
         (("--against", "no_such_file"), "no_such_file"),
+        (("--rotate", "8", "--device", "cpu"), "on a CPU calls rotate over two sets"),
+        (("--rotate", "0"), "0 is not in the range"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "_".join(value).lstrip("-"),
 )
@@ -284,6 +290,24 @@ def test_rotation_is_larger_than_a_cache_or_as_long_as_the_graph() -> None:
     count = timing.rotation_count(20 << 20, "cuda")
     assert 2 < count < timing.LAUNCHES
     assert count * (20 << 20) > timing.ROTATION_BYTES * 0.9
+    assert timing.rotation_count(3 << 20, "cuda", 24 << 20) == 8
+    assert timing.rotation_count(3 << 20, "cuda", 1 << 20) == 2
+
+
+def test_calls_rotate_over_the_bytes_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, str, int]] = []
+    made: list[int] = []
+
+    def measure(candidates: dict[str, list[object]], *_: object) -> dict[str, timing.Timing]:
+        made.extend(len(calls) for calls in candidates.values())
+        return {name: timing.Timing(1.0, 1, 1, "graph") for name in candidates}
+
+    monkeypatch.setattr(timing, "rotation_count", lambda *arguments: asked.append(arguments) or 3)
+    monkeypatch.setattr(timing, "measure", measure)
+    (found,) = measurement.measure_cases([small_case()], [reference_implementation()], "cpu", 2, 12345)
+    assert asked == [(found.bytes_moved, "cpu", 12345)]
+    assert made == [3, 3]
+    assert found.sets == 3
 
 
 def test_pre_dispatch_is_compared_where_its_bytes_must_be_equal() -> None:
