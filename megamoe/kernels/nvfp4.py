@@ -285,12 +285,13 @@ def stage_nvfp4_token_kernel(
 
 
 @triton.jit
-def quantize_block(values, amax):
-    """One-level NVFP4 of a float32 tile and its group maxima: code words and the E4M3 scale [M, G].
+def quantize_block(values):
+    """One-level NVFP4 of a float32 tile: code words and the E4M3 scale [M, G].
 
     Saturated groups (amax above 2688, scale 448) are clamped first: every code and scale stays the same,
     infinities become finite, and NaN becomes zero without a test per element in the usual case.
     """
+    amax = group_amax(values)
     inside = (amax <= BLOCK_SATURATION).to(tl.int32)
     if tl.reduce(tl.reduce(inside, 1, minimum_number), 0, minimum_number) == 0:
         values = limit_tile(values, BLOCK_SATURATION)
@@ -298,6 +299,26 @@ def quantize_block(values, amax):
     code = nvfp4_scale_code(amax)
     high, low = scale_reciprocal_pair(code.to(tl.float32))
     return pack_tile(values, high, low, True), code
+
+
+@triton.jit
+def load_block(
+    hidden,
+    stride_m,
+    stride_h,
+    tokens,
+    num_tokens,
+    column,
+    HIDDEN: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """`load_tile` of BLOCK_H columns of some tokens."""
+    live = (tokens < num_tokens)[:, None]
+    offsets = tokens.to(tl.int64)[:, None] * stride_m
+    GROUPS: tl.constexpr = BLOCK_H // GROUP
+    MASK: tl.constexpr = HIDDEN % BLOCK_H != 0
+    return load_tile(hidden, offsets, stride_h, column, live, GROUPS, MASK, HIDDEN, PAIRS)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED_ROUTED)
@@ -324,6 +345,7 @@ def stage_nvfp4_block_kernel(
     DTYPE: tl.constexpr,
     X_WORDS: tl.constexpr,
     ROUTING: tl.constexpr,
+    STEPS: tl.constexpr,  # tiles of a program, one below the other
 ):
     program = tl.program_id(0)
     if is_routing_program(program, num_routing_programs, routing_shift):
@@ -331,22 +353,29 @@ def stage_nvfp4_block_kernel(
     else:
         tile = program - routing_programs_before(program, num_routing_programs, routing_shift)
         column = (tile % COLUMN_TILES) * BLOCK_H
-        tokens = (tile // COLUMN_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
-        rows = tokens.to(tl.int64)[:, None]
-        live = (tokens < num_tokens)[:, None]
-        GROUPS: tl.constexpr = BLOCK_H // GROUP
-        tile_values = load_tile(
-            hidden,
-            rows * hidden_stride_m,
-            hidden_stride_h,
-            column,
-            live,
-            GROUPS,
-            HIDDEN % BLOCK_H != 0,
-            HIDDEN,
-            PAIRS,
+        tokens = (tile // COLUMN_TILES) * (BLOCK_M * STEPS) + tl.arange(0, BLOCK_M)
+        values = load_block(
+            hidden, hidden_stride_m, hidden_stride_h, tokens, num_tokens, column, HIDDEN, BLOCK_H, PAIRS
         )
-        amax = group_amax_as_stored(tile_values, PAIRS, DTYPE)
-        words, code = quantize_block(float32_tile(tile_values, PAIRS, DTYPE), amax)
-        store_words(x, rows * x_stride_m, column, words, live, HIDDEN, X_WORDS)
-        store_scales(x_sf, rows * x_sf_stride_m, x_sf_stride_k, column, code, live, HIDDEN)
+        for step in range(STEPS):
+            if STEPS > 1:  # the next tile is on its way while this one is quantized
+                limit = tl.where(step + 1 < STEPS, num_tokens, 0)
+                following = load_block(
+                    hidden,
+                    hidden_stride_m,
+                    hidden_stride_h,
+                    tokens + BLOCK_M,
+                    limit,
+                    column,
+                    HIDDEN,
+                    BLOCK_H,
+                    PAIRS,
+                )
+            words, code = quantize_block(float32_tile(values, PAIRS, DTYPE))
+            rows = tokens.to(tl.int64)[:, None]
+            live = (tokens < num_tokens)[:, None]
+            store_words(x, rows * x_stride_m, column, words, live, HIDDEN, X_WORDS)
+            store_scales(x_sf, rows * x_sf_stride_m, x_sf_stride_k, column, code, live, HIDDEN)
+            if STEPS > 1:
+                tokens += BLOCK_M
+                values = following

@@ -11,7 +11,6 @@ from megamoe.kernels.nvfp4_tile import (
     GROUP,
     even_columns,
     float32_tile,
-    group_amax,
     load_tile,
     store_scales,
     store_words,
@@ -112,6 +111,6 @@ def stage_nvfp4_norm_kernel(
             tl.where(inside, normalize(values[2], weights[2], rstd, gain_center), 0.0),
             tl.where(inside, normalize(values[3], weights[3], rstd, gain_center), 0.0),
         )
-        words, code = quantize_block(normed, group_amax(normed))
+        words, code = quantize_block(normed)
         store_words(x, rows * x_stride_m, column, words, live, HIDDEN, X_WORDS)
         store_scales(x_sf, rows * x_sf_stride_m, x_sf_stride_k, column, code, live, HIDDEN)

@@ -18,10 +18,7 @@ import triton.language as tl
 from megamoe.kernels import constants
 from megamoe.kernels.numerics import (
     bits_float,
-    float_bits,
-    maximum_number,
     maximum_or_nan,
-    minimum_number,
     multiply_pair,
     pack_e2m1,
 )
@@ -123,20 +120,21 @@ def group_amax(tile):
 
 @triton.jit
 def group_amax_as_stored(tile, PAIRS: tl.constexpr, DTYPE: tl.constexpr):
-    """`group_amax`, but an infinity and a NaN may stand for each other.
+    """`group_amax` of a tile as loaded, from the integers where it can.
 
-    A word of two bfloat16 is also a float32 between its upper half and the next bfloat16. The largest word
-    therefore has the largest upper half, and odd columns need no unpacking. An infinity over a nonzero
-    lower half reads as NaN: callers treat both alike.
+    Magnitudes order like their bits, NaN last: with the sign shifted out of words of two columns, the largest
+    word has the largest upper half. Of integers one instruction takes the maximum of three, and nothing is
+    unpacked that would stay in registers until the codes are made.
     """
-    if PAIRS and DTYPE == "bfloat16":
-        words = maximum_or_nan(
-            tl.abs(bits_float(tile[0].to(tl.uint32))), tl.abs(bits_float(tile[2].to(tl.uint32)))
-        )
-        odd = bits_float(float_bits(tl.reduce(words, 2, maximum_or_nan)) & 0xFFFF0000)
-        first, second = even_value(tile[0], PAIRS, DTYPE), even_value(tile[2], PAIRS, DTYPE)
-        even = tl.reduce(maximum_or_nan(tl.abs(first), tl.abs(second)), 2, maximum_or_nan)
-        amax = maximum_or_nan(odd, even)
+    if PAIRS and DTYPE != "float32":
+        first, second = tile[0].to(tl.uint32), tile[2].to(tl.uint32)
+        odd = tl.max(tl.maximum(first << 1, second << 1), 2)
+        even = tl.max(tl.maximum(first << 17, second << 17), 2)
+        magnitude = tl.maximum(odd, even) >> 17
+        if DTYPE == "bfloat16":
+            amax = bits_float(magnitude << 16)
+        else:
+            amax = magnitude.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
         amax = group_amax(float32_tile(tile, PAIRS, DTYPE))
     return amax
@@ -154,7 +152,7 @@ def nan_to_zero_tile(tile):
 
 @triton.jit
 def clamp(value, LIMIT: tl.constexpr):
-    return minimum_number(maximum_number(value, -LIMIT), LIMIT)
+    return tl.clamp(value, -LIMIT, LIMIT)
 
 
 @triton.jit

@@ -24,9 +24,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rule(Generic[T]):
-    """What holds for up to `max_tokens` tokens (None: any number). Of a tile, block_h is an upper limit."""
+    """What holds up to a number of tokens, or of what else the table says (None: any number).
 
-    max_tokens: int | None
+    Of a tile, block_h is an upper limit.
+    """
+
+    limit: int | None
     value: T
 
 
@@ -42,9 +45,12 @@ BLOCK_RULES = (
     Rule(1024, Tile(1, 1024, 2)),
     Rule(None, Tile(1, 1024, 1)),
 )
+# By the tiles of a call. A program with several loads the next one while it quantizes; few tiles should
+# rather have a program each.
+BLOCK_STEPS = (Rule(24576, 1), Rule(49152, 2), Rule(None, 4))
 TOKEN_RULES = (
     Rule(512, Tile(1, 4096, 8)),
-    Rule(1024, Tile(1, 2048, 4)),
+    Rule(2048, Tile(1, 2048, 4)),
     Rule(None, Tile(1, 1024, 2)),
 )
 NORM_TILE = Tile(1, 2048, 4)
@@ -97,9 +103,9 @@ def largest_divisor(hidden: int, limit: int) -> int:
     return min(hidden & -hidden, limit)
 
 
-def _rule(rules: tuple[Rule[T], ...], num_tokens: int) -> T:
+def _rule(rules: tuple[Rule[T], ...], number: int) -> T:
     for rule in rules:
-        if rule.max_tokens is None or num_tokens <= rule.max_tokens:
+        if rule.limit is None or number <= rule.limit:
             return rule.value
     raise AssertionError("the last rule has no limit")
 
@@ -118,6 +124,11 @@ def column_tile(rules: tuple[Rule[Tile], ...], num_tokens: int, hidden: int, int
     # A hidden size with few factors of two gets more rows a program instead.
     block_m = tile.block_m * min(tile.block_h // block_h, power_of_two(num_tokens))
     return Tile(block_m, block_h, tile.num_warps)
+
+
+def block_steps(tiles: int) -> int:
+    """Tiles of a one-level program, one below the other."""
+    return _rule(BLOCK_STEPS, tiles)
 
 
 def row_tile(num_tokens: int, hidden: int, interpreted: bool) -> Tile:

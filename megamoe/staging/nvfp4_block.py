@@ -47,7 +47,8 @@ def prepare_megamoe_nvfp4_block_inputs(
     interpreted = is_interpreted(hidden.device)
     tile = tuning.column_tile(tuning.BLOCK_RULES, num_tokens, size, interpreted)
     column_tiles = -(-size // tile.block_h)
-    tiles = -(-num_tokens // tile.block_m) * column_tiles
+    steps = tuning.block_steps(-(-num_tokens // tile.block_m) * column_tiles)
+    tiles = -(-num_tokens // (tile.block_m * steps)) * column_tiles
     routing = tuning.routing_plan(
         topk, num_tokens, None, tile.num_warps, tiles, interpreted, tuning.TOKEN_EPLB
     )
@@ -81,6 +82,7 @@ def prepare_megamoe_nvfp4_block_inputs(
             "DTYPE": str(hidden.dtype).removeprefix("torch."),
             "X_WORDS": x_words,
             "ROUTING": routing.constants(topk),
+            "STEPS": steps,
         },
         num_warps=tile.num_warps,
     )

@@ -11,6 +11,7 @@ import torch
 from kernel_calls import E4M3, FUNCTIONS, bytes_of, fp8_key, poisoned
 
 from megamoe.eplb import EplbLayerState, eplb_map_to_physical_and_record, micro_batch
+from megamoe.kernels import tuning
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -126,6 +127,32 @@ def test_nvfp4_block(generator: str, dtype: str, size: int, request: Any) -> Non
     packed, scale_codes = oracle.nvfp4_block(arguments["hidden_states"])
     same(arguments["x"], packed, "x")
     same(arguments["x_sf"], scale_codes, "x_sf")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("steps", [2, 3, 4, 16])
+def test_nvfp4_block_in_programs_of_several_tiles(
+    steps: int, rows: int, dtype: str, request: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU does with many tokens: no row is left out, done twice, or written beyond the last."""
+    monkeypatch.setattr(tuning, "BLOCK_STEPS", (tuning.Rule(None, steps),))
+    monkeypatch.setattr(tuning, "_interpreted_rows", lambda *_: rows)
+    arguments = calls.block_inputs(tokens=13, size=192)
+    arguments["hidden_states"] = make("specials", dtype, 13, 192, request.node.nodeid)
+    longer = {name: poisoned(100, *arguments[name].shape[1:], dtype=torch.uint8) for name in ("x", "x_sf")}
+    FUNCTIONS["block"][0](**arguments | {name: one[:13] for name, one in longer.items()})
+    packed, scale_codes = oracle.nvfp4_block(arguments["hidden_states"])
+    same(longer["x"][:13], packed, "x")
+    same(longer["x_sf"][:13], scale_codes, "x_sf")
+    for one in longer.values():
+        assert (one[13:] == calls.POISON).all()
+
+
+def test_one_tile_a_program_until_there_are_many() -> None:
+    assert [tuning.block_steps(tiles) for tiles in (0, 1, 24576, 24577, 49152, 49153, 1 << 30)] == [
+        1, 1, 1, 2, 2, 4, 4,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [64, 1984, 2048, 4096])
