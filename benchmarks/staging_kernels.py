@@ -117,7 +117,10 @@ def candidates(operation: str, tokens: int, hidden: int, tables_only: bool) -> d
         found[name] = Candidate({RULES[operation]: rules})
         if operation == "fp8":
             found[f"{name}, eplb"] = Candidate({"GROUP_EPLB_RULES": rules}, "record")
-    if operation != "block":
+    if operation == "block":
+        steps = {n: Candidate({"BLOCK_STEPS": (Rule(None, n),)}) for n in (1, 2, 4, 8)}
+        found |= {f"{n} tiles a program": one for n, one in steps.items()}
+    else:
         style = "GROUP_EPLB" if operation == "fp8" else "TOKEN_EPLB"
         for name, (numbers, settings, changes) in EPLB.items():
             if tokens in numbers:

@@ -204,6 +204,24 @@ def stage_nvfp4_token_kernel(
                 HIDDEN,
                 PAIRS,
             )
+        if shared_x is not None:  # first: afterwards its values are not needed any more
+            for i in tl.static_range(CHUNKS):
+                store_shared(
+                    (chunks[4 * i], chunks[4 * i + 1], chunks[4 * i + 2], chunks[4 * i + 3]),
+                    rows,
+                    i * BLOCK_H,
+                    shared_x,
+                    shared_x_stride_m,
+                    shared_x_sf,
+                    shared_sf_stride_m,
+                    shared_sf_stride_k,
+                    shared_block_m,
+                    shared_page_rows,
+                    live,
+                    HIDDEN,
+                    PAIRS,
+                    DTYPE,
+                )
         # Maxima are combined lane by lane first: one reduction across the program, not one a chunk.
         amaxes = ()
         highest = tl.zeros((BLOCK_M, GROUPS), tl.float32)
@@ -264,24 +282,6 @@ def stage_nvfp4_token_kernel(
                 store_words(x, x_offsets, i * BLOCK_H, words, live, HIDDEN, X_WORDS)
                 store_scales(x_sf, sf_offsets, 1, i * BLOCK_H, code, live, HIDDEN)
         tl.store(x_scales + tokens.to(tl.int64) * x_scales_stride, xs, mask=tokens < num_tokens)
-        if shared_x is not None:
-            for i in tl.static_range(CHUNKS):
-                store_shared(
-                    (chunks[4 * i], chunks[4 * i + 1], chunks[4 * i + 2], chunks[4 * i + 3]),
-                    rows,
-                    i * BLOCK_H,
-                    shared_x,
-                    shared_x_stride_m,
-                    shared_x_sf,
-                    shared_sf_stride_m,
-                    shared_sf_stride_k,
-                    shared_block_m,
-                    shared_page_rows,
-                    live,
-                    HIDDEN,
-                    PAIRS,
-                    DTYPE,
-                )
 
 
 @triton.jit

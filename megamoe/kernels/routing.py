@@ -167,12 +167,16 @@ def map_to_physical(ids, tokens, mask, mapping, AHEAD: tl.constexpr):
 
 
 @triton.jit
-def record_load(program, physical, tokens, load, recording, limit, LOAD_PARTS: tl.constexpr):
+def record_load(
+    program, physical, tokens, load, recording, limit, LOAD_PARTS: tl.constexpr, APART: tl.constexpr
+):
     """Adds a tile's slots to the load, where it is recorded; the order of the additions does not matter.
 
     LOAD_PARTS: how many times LOAD_BINS counters the load has, to count in shared memory first; 0 to add slot
     by slot. Additions to the same 32 bytes of the load wait for each other (about 10 ns on an H200), whether
     of one counter or of all eight. Programs begin with different parts, so that they do not meet.
+    APART: neighbouring counters belong to neighbouring threads, so that a warp adds to 32 bytes once.
+    Otherwise a thread of few warps has a run of counters, and its warp adds as often as the run is long.
     """
     counters, counters_stride, num_physical = load
     counts = (unsigned(physical) < num_physical) & (tokens < limit)
@@ -181,6 +185,8 @@ def record_load(program, physical, tokens, load, recording, limit, LOAD_PARTS: t
         tl.atomic_add(counters + physical * counters_stride, 1, mask=counts, sem="relaxed")
     elif recording:
         expert = tl.where(counts, physical, -1).to(tl.int32)
+        if APART:  # neighbours in memory would become one thread's: of this stride the compiler knows nothing
+            counters_stride = counters_stride * tl.minimum(num_physical, 1)
         for step in range(LOAD_PARTS):
             first = ((program + step) % LOAD_PARTS) * LOAD_BINS
             inside = (expert >= first) & (expert < first + LOAD_BINS)
@@ -202,6 +208,7 @@ def store_topk(program, num_tokens, mapping, topk, load, ROUTING: tl.constexpr):
     TOKENS: tl.constexpr = ROUTING[2]
     AHEAD: tl.constexpr = ROUTING[3]
     LOAD_PARTS: tl.constexpr = ROUTING[4]
+    APART: tl.constexpr = ROUTING[5]
     topk_ids, ids_stride_m, ids_stride_k, topk_weights, topk_idx_out, topk_weights_out, is_padding = topk[:7]
     weights_stride_m, weights_stride_k, idx_out_stride_m, idx_out_stride_k = topk[7:11]
     weights_out_stride_m, weights_out_stride_k, is_padding_stride = topk[11:14]
@@ -229,7 +236,7 @@ def store_topk(program, num_tokens, mapping, topk, load, ROUTING: tl.constexpr):
         physical = map_to_physical(ids, tokens, mask, mapping, AHEAD)
         tl.store(weight_pointers, weights, mask=mask)
         tl.store(id_pointers, physical, mask=mask)
-        record_load(program, physical, tokens, load, recording, limit, LOAD_PARTS)
+        record_load(program, physical, tokens, load, recording, limit, LOAD_PARTS, APART)
 
 
 @triton.jit(do_not_specialize=["num_ids"])
@@ -245,7 +252,7 @@ def eplb_kernel(
     tokens = (position // num_slots).to(tl.int32)
     physical = map_to_physical(ids, tokens, mask, mapping, 0)
     tl.store(physical_ids + position, physical, mask=mask)
-    record_load(program, physical, tokens, load, recording, limit, LOAD_PARTS)
+    record_load(program, physical, tokens, load, recording, limit, LOAD_PARTS, False)
 
 
 def pack_topk(

@@ -53,6 +53,7 @@ TOKEN_RULES = (
     Rule(2048, Tile(1, 2048, 4)),
     Rule(None, Tile(1, 1024, 2)),
 )
+SHARED_TOKEN_RULES = (TOKEN_RULES[0], Rule(None, Tile(1, 2048, 4)))  # the shared copy takes registers too
 NORM_TILE = Tile(1, 2048, 4)
 
 # Recording the load of EPLB. Additions to the same counters wait for each other, which few slots do not feel:
@@ -82,15 +83,17 @@ class EplbStyle:
     counts_from: token slots of a call from which a program counts before it adds.
     spreads: the share of the grid over which its programs are spread. All at the start, they would add at the
     same time while no program moved memory; in a small grid a late one would end last.
+    apart: `megamoe.kernels.routing.record_load` says what it means.
     """
 
     ahead: bool
     counts_from: int
     spreads: tuple[Rule[float], ...]
+    apart: bool = False
 
 
 GROUP_EPLB = EplbStyle(True, 16384, (Rule(512, 0.0), Rule(4095, 0.2), Rule(None, 0.6)))
-TOKEN_EPLB = EplbStyle(False, 16384, (Rule(512, 0.0), Rule(1024, 0.2), Rule(4095, 0.6), Rule(None, 1.0)))
+TOKEN_EPLB = EplbStyle(False, 16384, (Rule(8192, 0.0), Rule(None, 0.6)), apart=True)
 
 
 def power_of_two(value: int) -> int:
@@ -131,12 +134,15 @@ def block_steps(tiles: int) -> int:
     return _rule(BLOCK_STEPS, tiles)
 
 
-def row_tile(num_tokens: int, hidden: int, interpreted: bool) -> Tile:
-    """For the two-level kernel, whose programs hold whole rows, in chunks of block_h columns."""
+def row_tile(num_tokens: int, hidden: int, shared: bool, interpreted: bool) -> Tile:
+    """For the two-level kernel, whose programs hold whole rows, in chunks of block_h columns.
+
+    shared: it also writes the input of shared experts.
+    """
     if interpreted:
         columns = power_of_two(hidden)
         return Tile(_interpreted_rows(num_tokens, columns), columns, 4)
-    tile = _rule(TOKEN_RULES, num_tokens)
+    tile = _rule(SHARED_TOKEN_RULES if shared else TOKEN_RULES, num_tokens)
     return Tile(tile.block_m, min(tile.block_h, power_of_two(hidden)), tile.num_warps)
 
 
@@ -153,7 +159,7 @@ class RoutingPlan:
     """Programs of a grid that repack the routing.
 
     programs, of `tokens` tokens each, in rows of `slots` slots; every 2^shift-th program is one of them.
-    ahead, load_parts: `megamoe.kernels.routing.map_ahead` and `record_load` say what they mean.
+    ahead, load_parts, apart: `megamoe.kernels.routing.map_ahead` and `record_load` say what they mean.
     """
 
     programs: int
@@ -162,10 +168,11 @@ class RoutingPlan:
     shift: int = 0
     ahead: int = 0
     load_parts: int = 0
+    apart: bool = False
 
-    def constants(self, topk: int) -> tuple[int, int, int, int, int]:
-        """The compile-time argument ROUTING of a kernel: top-k, slots, tokens, ahead, load_parts."""
-        return (topk, self.slots, self.tokens, self.ahead, self.load_parts)
+    def constants(self, topk: int) -> tuple[int, int, int, int, int, bool]:
+        """The compile-time argument ROUTING of a kernel: top-k, slots, tokens, ahead, load_parts, apart."""
+        return (topk, self.slots, self.tokens, self.ahead, self.load_parts, self.apart)
 
 
 def routing_plan(
@@ -197,7 +204,9 @@ def routing_plan(
     programs = -(-num_tokens // tokens)
     share = _rule(style.spreads, num_tokens) if eplb and not interpreted else 0.0
     period = max(int(share * (programs + other_programs) / max(programs, 1)), 1)
-    return RoutingPlan(programs, tokens, slots, period.bit_length() - 1, ahead, parts)
+    return RoutingPlan(
+        programs, tokens, slots, period.bit_length() - 1, ahead, parts, style.apart and parts > 0
+    )
 
 
 def load_parts(num_physical: int) -> int:

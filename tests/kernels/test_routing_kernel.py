@@ -65,23 +65,38 @@ def _check(arguments: dict[str, Any], state: EplbLayerState, limit: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("tokens", "ahead", "parts", "shift"),
+    ("tokens", "ahead", "parts", "shift", "apart"),
     [
-        (1, 4, 0, 0),
-        (1, 4, 0, 1),
-        (4, 4, 0, 1),
-        (4, 0, 0, 2),
-        (2, 0, 2, 1),
-        (16, 0, 2, 0),
+        (1, 4, 0, 0, False),
+        (1, 4, 0, 1, False),
+        (4, 4, 0, 1, False),
+        (4, 0, 0, 2, False),
+        (2, 0, 2, 1, False),
+        (2, 0, 2, 1, True),
+        (16, 0, 2, 0, False),
     ],
-    ids=["ahead1", "ahead1_spread", "ahead4_spread", "direct4_spread", "counted2_spread", "counted16"],
+    ids=[
+        "ahead1",
+        "ahead1_spread",
+        "ahead4_spread",
+        "direct4_spread",
+        "counted2_spread",
+        "counted2_spread_apart",
+        "counted16",
+    ],
 )
 @pytest.mark.parametrize("operation", ["fp8", "token"])
 def test_every_plan_maps_and_records_the_same(
-    operation: str, tokens: int, ahead: int, parts: int, shift: int, monkeypatch: pytest.MonkeyPatch
+    operation: str,
+    tokens: int,
+    ahead: int,
+    parts: int,
+    shift: int,
+    apart: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     count, limit = 13, 9
-    plan = RoutingPlan(-(-count // tokens), tokens, 32 if ahead else 4, shift, ahead, parts)
+    plan = RoutingPlan(-(-count // tokens), tokens, 32 if ahead else 4, shift, ahead, parts, apart)
     monkeypatch.setattr(tuning, "routing_plan", lambda *_: plan)
     # One row a program, so that there are enough of them to stand between.
     monkeypatch.setattr(tuning, "_interpreted_rows", lambda *_: 1)
