@@ -20,17 +20,27 @@ import torch
 
 from megamoe import eplb, staging
 from megamoe.kernels import tuning
+from megamoe.kernels.arguments import page_rows
 from megamoe.kernels.tuning import Rule, Tile
 from megamoe.suite.routing_inputs import eplb_tensors
 from megamoe.suite.timing import Call, copies, measure, rotation_count
 
 TOPK, EXPERTS, SLOTS = 8, 256, 4
-RULES = {"fp8": "GROUP_RULES", "token": "TOKEN_RULES", "block": "BLOCK_RULES"}
+RULES = {
+    "fp8": "GROUP_RULES",
+    "token": "TOKEN_RULES",
+    "shared": "SHARED_TOKEN_RULES",  # with the MXFP8 input of shared experts
+    "block": "BLOCK_RULES",
+}
+ONE_STEP = {"BLOCK_STEPS": (Rule(None, 1),)}
+SHARED_BLOCK_M = 64
 TILES = {
     "fp8": [(1, 512, 1), (1, 1024, 1), (1, 1024, 2), (1, 2048, 4), (2, 1024, 4), (4, 1024, 8)],
     "token": [(1, 2048, 4), (1, 4096, 8), (1, 8192, 16), (1, 4096, 4), (1, 1024, 2)],
+    "shared": [(1, 2048, 4), (1, 4096, 8), (1, 1024, 2)],
     "block": [(1, 512, 1), (1, 1024, 1), (1, 1024, 2), (2, 1024, 4), (4, 1024, 4), (4, 1024, 8), (8, 512, 8)],
 }  # fmt: skip
+STYLES = {"fp8": "GROUP_EPLB", "token": "TOKEN_EPLB"}
 EPLB: dict[str, tuple[range, dict[str, Any], dict[str, Any]]] = {  # for what tokens, settings, style
     "slot by slot": (range(1, 1 << 30), {}, {"counts_from": 1 << 40}),
     "slot by slot, spread": (range(64, 1 << 30), {}, {"counts_from": 1 << 40, "spreads": (Rule(None, 1.0),)}),
@@ -69,11 +79,16 @@ def buffers(operation: str, tokens: int, hidden: int) -> dict[str, torch.Tensor]
         made["x_sf"] = torch.empty(tokens, hidden // 128, dtype=torch.int32, device=device)
     else:
         made["x"] = torch.empty(tokens, hidden // 2, dtype=torch.uint8, device=device)
-        if operation == "token":
+        if operation == "block":
+            made["x_sf"] = torch.empty(tokens, hidden // 16, dtype=torch.uint8, device=device)
+        else:
             made["x_sf"] = torch.empty(tokens, hidden // 64, dtype=torch.int32, device=device)
             made["x_scales"] = torch.empty(tokens, device=device)
-        else:
-            made["x_sf"] = torch.empty(tokens, hidden // 16, dtype=torch.uint8, device=device)
+        if operation == "shared":
+            codes = torch.empty(tokens, hidden, dtype=torch.uint8, device=device)
+            made["shared_x"] = codes.view(torch.float8_e4m3fn)
+            rows = -(-tokens // SHARED_BLOCK_M) * page_rows(SHARED_BLOCK_M)
+            made["shared_x_sf"] = torch.empty(hidden // 128, rows, dtype=torch.int32, device=device).t()
     return made
 
 
@@ -86,6 +101,7 @@ def rotating_buffers(operation: str, tokens: int, hidden: int) -> list[dict[str,
 FUNCTIONS: dict[str, Callable[..., None]] = {
     "fp8": staging.prepare_megamoe_inputs,
     "token": staging.prepare_megamoe_nvfp4_inputs,
+    "shared": partial(staging.prepare_megamoe_nvfp4_inputs, shared_block_m=SHARED_BLOCK_M),
     "block": staging.prepare_megamoe_nvfp4_block_inputs,
 }
 
@@ -105,23 +121,25 @@ def call_with(settings: dict[str, Any], function: Callable[..., None], arguments
 def candidates(operation: str, tokens: int, hidden: int, tables_only: bool) -> dict[str, Candidate]:
     """By name; those of the tables first."""
     found = {"tables": Candidate()}
-    if operation != "block":
+    if operation in STYLES:
         found |= {f"tables, eplb {kind}": Candidate(eplb=kind) for kind in ("record", "map")}
     if tables_only:
         return found
     for tile in TILES[operation]:
-        if operation != "token" and hidden % tile[1]:
+        if operation in ("fp8", "block") and hidden % tile[1]:
             continue
         name = "x".join(map(str, tile))
         rules = (Rule(None, Tile(*tile)),)
-        found[name] = Candidate({RULES[operation]: rules})
+        found[name] = Candidate({RULES[operation]: rules} | (ONE_STEP if operation == "block" else {}))
         if operation == "fp8":
             found[f"{name}, eplb"] = Candidate({"GROUP_EPLB_RULES": rules}, "record")
     if operation == "block":
         steps = {n: Candidate({"BLOCK_STEPS": (Rule(None, n),)}) for n in (1, 2, 4, 8)}
         found |= {f"{n} tiles a program": one for n, one in steps.items()}
-    else:
-        style = "GROUP_EPLB" if operation == "fp8" else "TOKEN_EPLB"
+    if style := STYLES.get(operation):
+        apart = getattr(tuning, style).apart
+        other = {style: replace(getattr(tuning, style), apart=not apart)}
+        found["eplb counters in runs" if apart else "eplb counters apart"] = Candidate(other, "record")
         for name, (numbers, settings, changes) in EPLB.items():
             if tokens in numbers:
                 changed = {style: replace(getattr(tuning, style), **changes)}
@@ -171,6 +189,7 @@ def moved_bytes(operation: str, tokens: int, hidden: int) -> int:
     """Bytes a call must move: the hidden states once, every output once, the routing."""
     routing = TOPK * (4 + 4 + 8 + 4)
     outputs = hidden + hidden // 32 if operation == "fp8" else hidden // 2 + hidden // 16 + 4
+    outputs += hidden + hidden // 32 if operation == "shared" else 0
     return (2 * hidden + outputs + routing) * tokens
 
 

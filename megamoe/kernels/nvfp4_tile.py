@@ -152,6 +152,7 @@ def nan_to_zero_tile(tile):
 
 @triton.jit
 def clamp(value, LIMIT: tl.constexpr):
+    """Of a value that is not NaN: what becomes of NaN depends on Triton's version, and on the interpreter."""
     return tl.clamp(value, -LIMIT, LIMIT)
 
 

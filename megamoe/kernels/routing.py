@@ -176,7 +176,7 @@ def record_load(
     by slot. Additions to the same 32 bytes of the load wait for each other (about 10 ns on an H200), whether
     of one counter or of all eight. Programs begin with different parts, so that they do not meet.
     APART: neighbouring counters belong to neighbouring threads, so that a warp adds to 32 bytes once.
-    Otherwise a thread of few warps has a run of counters, and its warp adds as often as the run is long.
+    Otherwise Triton 3.6 gives threads of few warps runs of counters: a warp adds as often as a run is long.
     """
     counters, counters_stride, num_physical = load
     counts = (unsigned(physical) < num_physical) & (tokens < limit)
@@ -185,7 +185,7 @@ def record_load(
         tl.atomic_add(counters + physical * counters_stride, 1, mask=counts, sem="relaxed")
     elif recording:
         expert = tl.where(counts, physical, -1).to(tl.int32)
-        if APART:  # neighbours in memory would become one thread's: of this stride the compiler knows nothing
+        if APART:  # neighbours in memory may become one thread's: of this stride the compiler knows nothing
             counters_stride = counters_stride * tl.minimum(num_physical, 1)
         for step in range(LOAD_PARTS):
             first = ((program + step) % LOAD_PARTS) * LOAD_BINS

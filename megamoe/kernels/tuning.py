@@ -46,8 +46,8 @@ BLOCK_RULES = (
     Rule(None, Tile(1, 1024, 1)),
 )
 # By the tiles of a call. A program with several loads the next one while it quantizes; few tiles should
-# rather have a program each.
-BLOCK_STEPS = (Rule(24576, 1), Rule(49152, 2), Rule(None, 4))
+# rather have a program each, and beyond 2^26 the number of a token after the last may not fit 32 bits.
+BLOCK_STEPS = (Rule(24576, 1), Rule(49152, 2), Rule(1 << 26, 4), Rule(None, 1))
 TOKEN_RULES = (
     Rule(512, Tile(1, 4096, 8)),
     Rule(2048, Tile(1, 2048, 4)),

@@ -37,8 +37,8 @@ DEFAULT_TOKENS = {"cuda": "1,8,64,512,2048,8192,32768", "cpu": "1,64,512"}
               help="Somebody else's function with the operation's arguments, beside ours.")  # fmt: skip
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda if there is one.")
 @click.option("--rounds", type=click.IntRange(min=2), help="Default: 15 on a GPU, 5 on a CPU.")
-@click.option("--rotate", "rotation_mib", type=click.IntRange(min=1), default=256, show_default=True,
-              metavar="MIB", help="What buffers that calls rotate over hold together, on a GPU.")  # fmt: skip
+@click.option("--rotate", "rotation_mib", type=click.IntRange(min=1), metavar="MIB",
+              help="On a GPU: what buffers that calls rotate over may hold. Default: 256.")  # fmt: skip
 @click.option(
     "--against", type=click.Path(path_type=Path, dir_okay=False), help="JSON lines of an earlier run."
 )
@@ -50,13 +50,14 @@ DEFAULT_TOKENS = {"cuda": "1,8,64,512,2048,8192,32768", "cpu": "1,64,512"}
 def bench(
     pattern: str, recipes: str | None, tokens: str | None, hidden: str, settings: tuple[str, ...],
     names: tuple[str, ...], peers: tuple[str, ...], device: str | None, rounds: int | None,
-    rotation_mib: int, against: Path | None, json_target: str | None, plot_target: Path | None, quiet: bool,
+    rotation_mib: int | None, against: Path | None, json_target: str | None, plot_target: Path | None,
+    quiet: bool,
 ) -> None:  # fmt: skip
     """Time implementations side by side, next to a device copy of the bytes that must move.
 
     Cases that differ in what --set says alone are timed in the same rounds too, up to four at a time in the
-    order of the options. Calls rotate over as many sets of buffers as --rotate allows, from two to 20: more
-    than the cache holds unless a call is small. With few, calls find their inputs in the cache.
+    order of the options. Calls on a GPU rotate over as many sets of buffers as --rotate allows, from two to
+    20: by default more than the cache holds, unless a call is small. With few, they find their inputs there.
 
     Nothing is timed that does not compare equal on the very shape. On a GPU the implementations of the table
     and the peers that are installed run; on a CPU, where kernels are only interpreted, the references.
@@ -71,8 +72,10 @@ def bench(
     if device == "cuda" and not probe("cuda").ok:
         output.stop(f"--device cuda: {probe('cuda').reason}")
     device = device or session.default_device()
-    if device == "cpu" and rotation_mib << 20 != ROTATION_BYTES:
+    if device == "cpu" and rotation_mib is not None:
         output.stop("--rotate: on a CPU calls rotate over two sets of buffers, whatever they hold")
+    if device == "cuda" and rotation_mib is None:
+        rotation_mib = ROTATION_BYTES >> 20
     if plot_target is not None and importlib.util.find_spec("matplotlib") is None:
         output.stop("--plot: needs matplotlib (pip install megamoe[report])")
     operations = _operations(pattern)
@@ -92,14 +95,14 @@ def bench(
         # Lines are written as soon as they are measured: an interrupted run leaves what it has.
         for group in measurement.together(cases, varied):
             measured = measurement.measure_cases(
-                group, chosen[group[0].operation.name], device, rounds, rotation_mib << 20
+                group, chosen[group[0].operation.name], device, rounds, (rotation_mib or 0) << 20
             )
             lines = bench_report.as_lines(measured, environment, rotation_mib)
             write("".join(f"{line}\n" for line in lines))
             found += measured
             advance(len(group))
     if json_target != "-":
-        _print(found, device, environment, earlier, earlier_conditions - {conditions})
+        _print(found, device, environment, earlier, conditions, earlier_conditions)
     timed = any(one.us is not None for one in found)
     if plot_target is not None and timed:
         subtitle = f"megamoe bench, {environment['device']}, torch {environment['torch']}"
@@ -129,7 +132,8 @@ def _print(
     device: str,
     environment: dict[str, str],
     earlier: Any,
-    other_conditions: set[str],
+    conditions: str,
+    earlier_conditions: set[str],
 ) -> None:
     from megamoe.suite import bench_report
 
@@ -140,9 +144,10 @@ def _print(
     )
     if device == "cpu":
         screen.print("On a CPU kernels are only interpreted: these are the references, by wall clock.")
-    if other_conditions:
-        listed = "; ".join(sorted(other_conditions))
-        screen.print(f"The earlier run was measured on: {listed}", style="yellow")
+    if earlier_conditions - {conditions}:
+        listed = "; ".join(sorted(earlier_conditions))
+        text = f"Measured on: {conditions}. The earlier run: {listed}"
+        screen.print(text, style="yellow", markup=False, soft_wrap=True)
     for name, group in bench_report.groups(found).items():
         if any(one.us is not None for one in group):
             shown = [one for one in group if one.status != "skipped"]

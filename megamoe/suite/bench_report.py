@@ -105,16 +105,15 @@ def not_timed(found: Iterable[Measurement]) -> list[str]:
     ]
 
 
-def conditions(device: str, rotation_mib: int) -> str:
+def conditions(device: str, rotation_mib: int | None) -> str:
     """What has to be the same for the times of two runs to be set against each other."""
-    usual = rotation_mib == ROTATION_BYTES >> 20
-    return device if usual else f"{device}, rotating over {rotation_mib} MiB"
+    return device if rotation_mib is None else f"{device}, rotating over {rotation_mib} MiB"
 
 
 def as_lines(
-    found: Iterable[Measurement], environment: Mapping[str, str], rotation_mib: int = ROTATION_BYTES >> 20
+    found: Iterable[Measurement], environment: Mapping[str, str], rotation_mib: int | None
 ) -> list[str]:
-    """A JSON object a line, each complete in itself."""
+    """A JSON object a line, each complete in itself. rotation_mib: None on a CPU."""
     return [
         json.dumps(
             {
@@ -138,15 +137,26 @@ def read_lines(path: Path) -> tuple[Earlier, set[str]]:
             line: Any = json.loads(text)
             if line["format"] != FORMAT:
                 raise ValueError(f"format {line['format']!r}")
-            rotation_mib = line.get("rotation_mib", ROTATION_BYTES >> 20)  # early runs do not say it
-            measured_on.add(conditions(line["environment"]["device"], rotation_mib))
+            measured_on.add(_conditions_of(line))
             if line["us"] is not None:
                 found[line["case"], line["implementation"]] = float(line["us"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"{path}:{number}: expected a line of {FORMAT} ({error})") from None
     if not found:
         raise ValueError(f"{path}: has no times")
     return found, measured_on
+
+
+def _conditions_of(line: Any) -> str:
+    """`conditions` of a line. Early runs on a GPU do not say what they rotated over: it was the default."""
+    device = line["environment"]["device"]
+    if not isinstance(device, str):
+        raise TypeError(f"device: expected a string, got {device!r}")
+    early = ROTATION_BYTES >> 20 if line["device"] == "cuda" else None
+    rotation_mib = line.get("rotation_mib", early)
+    if rotation_mib is not None and (type(rotation_mib) is not int or rotation_mib < 1):
+        raise TypeError(f"rotation_mib: expected a positive integer or null, got {rotation_mib!r}")
+    return conditions(device, rotation_mib)
 
 
 def plot(found: Sequence[Measurement], path: Path, subtitle: str) -> None:

@@ -1,11 +1,11 @@
 """How long calls take. The one harness of `megamoe bench` and of the scripts in benchmarks/.
 
-On a GPU: a CUDA graph of LAUNCHES calls over rotating sets of buffers (together larger than the L2 cache
-wherever they can be), replayed between two events. A replay that is not timed goes directly before: the
-device is still busy when the timed one is queued, so that the host's work is not in it, and a candidate finds
-the caches as it left them itself, not as its neighbour in the round did. On a CPU: one call a round, wall
-clock. The candidates of a measurement take turns within every round, so that a clock that drifts is the same
-for all of them.
+On a GPU: a CUDA graph of LAUNCHES calls over rotating sets of buffers (ROTATION_BYTES together, if nothing
+else is asked for and that many sets can hold them), replayed between two events. A replay that is not timed
+goes directly before: the device is still busy when the timed one is queued, so that the host's work is not in
+it, and a candidate finds the caches as it left them itself, not as its neighbour in the round did. On a CPU:
+one call a round, wall clock. The candidates of a measurement take turns within every round, so that a clock
+that drifts is the same for all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Timing:
 
 
 def rotation_count(set_bytes: int, device: str, rotation_bytes: int = ROTATION_BYTES) -> int:
-    """How many sets of buffers of this size to rotate over: `rotation_bytes` together, at least two."""
+    """How many sets of buffers of this size to rotate over: two, or more up to `rotation_bytes` together."""
     if device == "cpu":
         return 2
     return min(LAUNCHES, max(2, rotation_bytes // max(set_bytes, 1)))

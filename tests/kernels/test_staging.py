@@ -150,9 +150,17 @@ def test_nvfp4_block_in_programs_of_several_tiles(
 
 
 def test_one_tile_a_program_until_there_are_many() -> None:
-    assert [tuning.block_steps(tiles) for tiles in (0, 1, 24576, 24577, 49152, 49153, 1 << 30)] == [
-        1, 1, 1, 2, 2, 4, 4,
-    ]  # fmt: skip
+    tiles = (0, 1, 24576, 24577, 49152, 49153, 1 << 26, (1 << 26) + 1)
+    assert [tuning.block_steps(count) for count in tiles] == [1, 1, 1, 2, 2, 4, 4, 1]
+
+
+@pytest.mark.parametrize("hidden", [64, 192, 1024, 7168])
+def test_a_tile_after_the_last_has_token_numbers_of_32_bits(hidden: int) -> None:
+    """At every number of tokens at which a program has several tiles; the rest is the tile's own."""
+    for num_tokens in (1 << 20, 1 << 26, 1 << 30, (1 << 31) - 1):
+        tile = tuning.column_tile(tuning.BLOCK_RULES, num_tokens, hidden, False)
+        steps = tuning.block_steps(-(-num_tokens // tile.block_m) * -(-hidden // tile.block_h))
+        assert steps == 1 or num_tokens + tile.block_m * steps <= 1 << 31
 
 
 @pytest.mark.parametrize("size", [64, 1984, 2048, 4096])

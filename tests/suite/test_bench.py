@@ -73,7 +73,7 @@ def test_reference_and_peer_are_timed_side_by_side(peers: types.ModuleType, tmp_
             assert line["low_us"] <= line["us"] <= line["high_us"]
             assert line["share_of_copy"] == line["copy_us"] / line["us"]
             assert line["method"] == "wall clock"
-            assert (line["sets"], line["rotation_mib"]) == (2, 256)
+            assert (line["sets"], line["rotation_mib"]) == (2, None)
 
 
 def test_nothing_is_timed_that_differs(peers: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,15 +102,48 @@ def test_against_an_earlier_run(peers: types.ModuleType, tmp_path: Path) -> None
     for line in lines:
         line["environment"]["device"] = "another device"
     lines[0]["rotation_mib"] = 8
-    del lines[1]["rotation_mib"]
+    del lines[1]["rotation_mib"]  # as in early runs
+    lines[1]["device"] = "cuda"
     earlier.write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = run(*SMALL, "--against", str(earlier), "--json", str(later))
     assert "/ earlier" in text
-    assert "measured on: another device; another device, rotating over 8 MiB" in text
+    rotations = ("", ", rotating over 256 MiB", ", rotating over 8 MiB")
+    others = "; ".join(f"another device{rotation}" for rotation in rotations)
+    here = json.loads(later.read_text().splitlines()[0])["environment"]["device"]
+    assert f"Measured on: {here}. The earlier run: {others}" in text
     times, conditions = bench_report.read_lines(earlier)
-    assert conditions == {"another device", "another device, rotating over 8 MiB"}
+    assert conditions == set(others.split("; "))
     assert len(times) == 2
-    assert "was measured on" not in run(*SMALL, "--against", str(later))
+    assert "The earlier run" not in run(*SMALL, "--against", str(later))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rotation_mib": "[/x]"},
+        {"rotation_mib": "256"},
+        {"rotation_mib": True},
+        {"rotation_mib": -3},
+        {"rotation_mib": float("nan")},
+        {"environment": {"device": None}},
+        {"us": 10**400},
+    ],
+    ids=["markup", "text", "bool", "negative", "nan", "no_device", "huge"],
+)
+def test_against_refuses_fields_of_other_types(change: dict[str, object], tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    run(*SMALL, "--json", str(path))
+    line = json.loads(path.read_text().splitlines()[0])
+    path.write_text(json.dumps(line | change))
+    assert f"{path}:1: expected a line of megamoe-bench/1" in run(*SMALL, "--against", str(path), code=2)
+
+
+def test_against_prints_what_a_file_says_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    run(*SMALL, "--json", str(path))
+    line = json.loads(path.read_text().splitlines()[0])
+    path.write_text(json.dumps(line | {"environment": {"device": "[/x]"}}))
+    assert "The earlier run: [/x]" in run(*SMALL, "--against", str(path))
 
 
 @pytest.mark.parametrize(
