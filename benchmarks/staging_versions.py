@@ -97,7 +97,7 @@ def calls(
 def layer_states(version: Version, operation: str, count: int) -> list[dict[str, Any]]:
     """For each of `count` sets the EPLB argument of a call by kind, which all versions share."""
     scripts: Any = version.modules["staging_kernels"]
-    mapped = operation != "block"
+    mapped = operation in scripts.STYLES
     return [
         {"no EPLB": {}} | ({"record": {"eplb_state": scripts.layer_state("record")}} if mapped else {})
         for _ in range(count)

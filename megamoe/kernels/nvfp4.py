@@ -193,7 +193,7 @@ def stage_nvfp4_token_kernel(
         sf_offsets = rows * x_sf_stride_m
         chunks = ()
         for i in tl.static_range(CHUNKS):
-            chunks = chunks + load_tile(
+            loaded = load_tile(
                 hidden,
                 hidden_offsets,
                 hidden_stride_h,
@@ -204,10 +204,11 @@ def stage_nvfp4_token_kernel(
                 HIDDEN,
                 PAIRS,
             )
+            chunks = chunks + (loaded,)
         if shared_x is not None:  # first: afterwards its values are not needed any more
             for i in tl.static_range(CHUNKS):
                 store_shared(
-                    (chunks[4 * i], chunks[4 * i + 1], chunks[4 * i + 2], chunks[4 * i + 3]),
+                    chunks[i],
                     rows,
                     i * BLOCK_H,
                     shared_x,
@@ -227,8 +228,7 @@ def stage_nvfp4_token_kernel(
         highest = tl.zeros((BLOCK_M, GROUPS), tl.float32)
         lowest = tl.full((BLOCK_M, GROUPS), float("inf"), tl.float32)
         for i in tl.static_range(CHUNKS):
-            tile = (chunks[4 * i], chunks[4 * i + 1], chunks[4 * i + 2], chunks[4 * i + 3])
-            amax = group_amax_as_stored(tile, PAIRS, DTYPE)
+            amax = group_amax_as_stored(chunks[i], PAIRS, DTYPE)
             amaxes = amaxes + (amax,)
             highest = maximum_or_nan(highest, amax)
             lowest = minimum_number(lowest, tl.where(amax == 0.0, float("inf"), amax))
@@ -241,8 +241,7 @@ def stage_nvfp4_token_kernel(
         if tl.reduce(usual.to(tl.int32), 0, minimum_number) == 0:
             highest = tl.zeros((BLOCK_M, GROUPS), tl.float32)
             for i in tl.static_range(CHUNKS):
-                tile = (chunks[4 * i], chunks[4 * i + 1], chunks[4 * i + 2], chunks[4 * i + 3])
-                clean = nan_to_zero_tile(float32_tile(tile, PAIRS, DTYPE))
+                clean = nan_to_zero_tile(float32_tile(chunks[i], PAIRS, DTYPE))
                 highest = maximum_number(highest, group_amax(clean))
             row_amax = tl.reduce(highest, 1, maximum_number)
             xs = maximum_number(row_amax, TOKEN_AMAX_FLOOR) * TOKEN_RECIPROCAL
@@ -268,8 +267,7 @@ def stage_nvfp4_token_kernel(
             token_high, token_low = reciprocal_pair(xs[:, None])
             wide_high, wide_low = token_high[:, :, None], token_low[:, :, None]
             for i in tl.static_range(CHUNKS):
-                tile = (chunks[4 * i], chunks[4 * i + 1], chunks[4 * i + 2], chunks[4 * i + 3])
-                values = float32_tile(tile, PAIRS, DTYPE)
+                values = float32_tile(chunks[i], PAIRS, DTYPE)
                 code = nvfp4_scale_code(multiply_pair(amaxes[i], token_high, token_low))
                 high, low = scale_reciprocal_pair(code.to(tl.float32))
                 scaled = (

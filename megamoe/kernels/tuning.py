@@ -134,15 +134,12 @@ def block_steps(tiles: int) -> int:
     return _rule(BLOCK_STEPS, tiles)
 
 
-def row_tile(num_tokens: int, hidden: int, shared: bool, interpreted: bool) -> Tile:
-    """For the two-level kernel, whose programs hold whole rows, in chunks of block_h columns.
-
-    shared: it also writes the input of shared experts.
-    """
+def row_tile(rules: tuple[Rule[Tile], ...], num_tokens: int, hidden: int, interpreted: bool) -> Tile:
+    """For the two-level kernel, whose programs hold whole rows, in chunks of block_h columns."""
     if interpreted:
         columns = power_of_two(hidden)
         return Tile(_interpreted_rows(num_tokens, columns), columns, 4)
-    tile = _rule(SHARED_TOKEN_RULES if shared else TOKEN_RULES, num_tokens)
+    tile = _rule(rules, num_tokens)
     return Tile(tile.block_m, min(tile.block_h, power_of_two(hidden)), tile.num_warps)
 
 

@@ -110,7 +110,8 @@ def prepare_megamoe_nvfp4_inputs(
     from megamoe.kernels.routing import pack_eplb, pack_topk
 
     interpreted = is_interpreted(device)
-    tile = tuning.row_tile(num_tokens, size, shared_x is not None, interpreted)
+    rules = tuning.TOKEN_RULES if shared_x is None else tuning.SHARED_TOKEN_RULES
+    tile = tuning.row_tile(rules, num_tokens, size, interpreted)
     tiles = -(-num_tokens // tile.block_m)
     routing = tuning.routing_plan(
         topk, num_tokens, eplb, tile.num_warps, tiles, interpreted, tuning.TOKEN_EPLB

@@ -47,8 +47,9 @@ def prepare_megamoe_nvfp4_block_inputs(
     interpreted = is_interpreted(hidden.device)
     tile = tuning.column_tile(tuning.BLOCK_RULES, num_tokens, size, interpreted)
     column_tiles = -(-size // tile.block_h)
-    steps = tuning.block_steps(-(-num_tokens // tile.block_m) * column_tiles)
-    tiles = -(-num_tokens // (tile.block_m * steps)) * column_tiles
+    row_tiles = -(-num_tokens // tile.block_m)
+    steps = tuning.block_steps(row_tiles * column_tiles)
+    tiles = -(-row_tiles // steps) * column_tiles
     routing = tuning.routing_plan(
         topk, num_tokens, None, tile.num_warps, tiles, interpreted, tuning.TOKEN_EPLB
     )
