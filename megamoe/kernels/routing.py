@@ -80,6 +80,13 @@ def offset_of(index, stride):
 
 
 @triton.jit
+def close_offset_of(index, stride):
+    """`offset_of` what is known to fit 32 bits: a pointer and it are one instruction."""
+    step = stride + tl.zeros((), tl.int32)
+    return index * unsigned(step)
+
+
+@triton.jit
 def slot_offset(rows, stride_m, slots, stride_k):
     return offset_of(rows, stride_m) + offset_of(slots, stride_k)
 
@@ -145,17 +152,21 @@ def map_ahead(row, slot_stride, count, tokens, valid, AHEAD: tl.constexpr):
 
 
 @triton.jit
-def map_to_physical(ids, tokens, mask, mapping, AHEAD: tl.constexpr):
+def map_to_physical(ids, tokens, mask, mapping, AHEAD: tl.constexpr, CLOSE: tl.constexpr):
     """Physical ids (int64) of logical ids, -1 for ids outside [0, num_logical), empty slots and masked ones.
 
     The replica is hash(token) modulo the replica count. AHEAD: `map_ahead`, or 0 to ask for the count first.
+    CLOSE: offsets of the map's rows fit 32 bits.
     """
     expert_map, replica_count = mapping[0:2]
     expert_map_stride, slot_stride, num_logical, num_slots, replica_count_stride = mapping[4:9]
     valid = mask & (unsigned(ids) < num_logical)
     safe_ids = tl.where(valid, ids, 0).to(tl.uint32)
     count = replica_count + offset_of(safe_ids, replica_count_stride)
-    row = expert_map + offset_of(safe_ids, expert_map_stride)
+    if CLOSE:
+        row = expert_map + close_offset_of(safe_ids, expert_map_stride).to(tl.uint64)
+    else:
+        row = expert_map + offset_of(safe_ids, expert_map_stride)
     if AHEAD == 0:
         counts = tl.load(count, mask=valid, other=1)
         physical = map_replica(row, slot_stride, num_slots, counts, tokens, valid)
@@ -217,23 +228,32 @@ def store_topk(program, num_tokens, mapping, topk, load, ROUTING: tl.constexpr):
     tokens = program * TOKENS + position // SLOTS
     mask = (tokens < num_tokens) & (slots < TOPK)
     rows = tokens.to(tl.uint32)
-    ids = tl.load(topk_ids + slot_offset(rows, ids_stride_m, slots, ids_stride_k), mask=mask, other=0)
-    weights = tl.load(
-        topk_weights + slot_offset(rows, weights_stride_m, slots, weights_stride_k), mask=mask, other=0.0
-    ).to(tl.float32)
+    CLOSE: tl.constexpr = weights_stride_m is None
+    if CLOSE:  # instructions count where few tokens wait for their physical ids
+        close = close_offset_of(rows, ids_stride_m) + close_offset_of(slots, ids_stride_k)
+        ids_offset = close.to(tl.uint64)
+        weights_offset = ids_offset
+        idx_out_offset = ids_offset
+        weights_out_offset = ids_offset
+    else:
+        ids_offset = slot_offset(rows, ids_stride_m, slots, ids_stride_k)
+        weights_offset = slot_offset(rows, weights_stride_m, slots, weights_stride_k)
+        idx_out_offset = slot_offset(rows, idx_out_stride_m, slots, idx_out_stride_k)
+        weights_out_offset = slot_offset(rows, weights_out_stride_m, slots, weights_out_stride_k)
+    ids = tl.load(topk_ids + ids_offset, mask=mask, other=0)
+    weights = tl.load(topk_weights + weights_offset, mask=mask, other=0.0).to(tl.float32)
     if mapping is not None:
         recording, limit = load_record_flags(mapping)
     if is_padding is not None:
         padded = tl.load(is_padding + offset_of(rows, is_padding_stride), mask=mask, other=0) != 0
         ids = tl.where(padded, PADDING_EXPERT_ID, ids)
         weights = tl.where(padded, PADDING_WEIGHT, weights)
-    id_pointers = topk_idx_out + slot_offset(rows, idx_out_stride_m, slots, idx_out_stride_k)
-    weight_pointers = topk_weights_out + slot_offset(rows, weights_out_stride_m, slots, weights_out_stride_k)
+    id_pointers, weight_pointers = topk_idx_out + idx_out_offset, topk_weights_out + weights_out_offset
     if mapping is None:
         tl.store(id_pointers, ids.to(tl.int64), mask=mask)
         tl.store(weight_pointers, weights, mask=mask)
     else:
-        physical = map_to_physical(ids, tokens, mask, mapping, AHEAD)
+        physical = map_to_physical(ids, tokens, mask, mapping, AHEAD, CLOSE)
         tl.store(weight_pointers, weights, mask=mask)
         tl.store(id_pointers, physical, mask=mask)
         record_load(program, physical, tokens, load, recording, limit, LOAD_PARTS, APART)
@@ -250,7 +270,7 @@ def eplb_kernel(
     recording, limit = load_record_flags(mapping)
     ids = tl.load(topk_ids + position, mask=mask, other=-1).to(tl.int32)
     tokens = (position // num_slots).to(tl.int32)
-    physical = map_to_physical(ids, tokens, mask, mapping, 0)
+    physical = map_to_physical(ids, tokens, mask, mapping, 0, False)
     tl.store(physical_ids + position, physical, mask=mask)
     record_load(program, physical, tokens, load, recording, limit, LOAD_PARTS, False)
 
@@ -261,14 +281,26 @@ def pack_topk(
     topk_idx_out: Tensor,
     topk_weights_out: Tensor,
     is_padding: Tensor | None,
+    eplb: EplbTensors | None = None,
 ) -> tuple[Any, ...]:
     """The `topk` argument of the kernels: the ids, as the first to be read, the other tensors, strides; flags
     go as bytes.
+
+    Strides of the others are None where they are those of the ids, and no offset in them or between rows of
+    the map of `eplb` takes more than 32 bits: kernels then have one offset for all.
     """
     flags = None if is_padding is None else is_padding.view(torch.uint8)
     others = (topk_weights, topk_idx_out, topk_weights_out)
-    strides = [stride for tensor in others for stride in tensor.stride()]
+    strides: list[int | None] = [stride for tensor in others for stride in tensor.stride()]
+    farthest = [_farthest(topk_ids), 0 if eplb is None else _farthest(eplb.expert_map[:, :1])]
+    if strides == [*topk_ids.stride()] * 3 and max(farthest) < 1 << 32:
+        strides = [None] * 6
     return (topk_ids, *topk_ids.stride(), *others, flags, *strides, 0 if flags is None else flags.stride(0))
+
+
+def _farthest(tensor: Tensor) -> int:
+    """The offset of the last element, in elements; 0 where there is none."""
+    return sum(max(size - 1, 0) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def pack_eplb(tensors: EplbTensors | None) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]:

@@ -171,7 +171,7 @@ def prepare_megamoe_inputs(
         shared_block_m,
         mode,
         group,
-        pack_topk(topk_ids, topk_weights, topk_idx_out, topk_weights_out, is_padding),
+        pack_topk(topk_ids, topk_weights, topk_idx_out, topk_weights_out, is_padding, eplb),
         topk,
         eplb,
     )

@@ -140,7 +140,7 @@ def prepare_megamoe_nvfp4_inputs(
             mapping,
             routing_programs,
             routing.shift,
-            pack_topk(topk_ids, topk_weights, topk_idx_out, topk_weights_out, is_padding),
+            pack_topk(topk_ids, topk_weights, topk_idx_out, topk_weights_out, is_padding, eplb),
             load,
             as_bytes(shared_x) if shared_x is not None and mxfp8 else shared_x,
             shared_x_sf,

@@ -241,3 +241,16 @@ def test_columns_far_apart_are_addressed_in_64_bits() -> None:
     }
     staging.prepare_megamoe_bf16_inputs(**arguments)
     assert torch.equal(arguments["topk_weights_out"], far.float())
+
+
+def test_one_offset_for_all_only_where_strides_are_the_same_and_offsets_short() -> None:
+    """The kernels then compute one offset of 32 bits; strides of the other tensors are left out."""
+    whole = torch.empty(5, 3)
+    packed = routing.pack_topk(whole, whole, whole, whole, None)
+    assert packed[1:3] == (3, 1)
+    assert packed[7:13] == (None,) * 6
+    other = torch.empty(5, 4)[:, :3]
+    assert routing.pack_topk(whole, other, whole, whole, None)[7:13] == (4, 1, 3, 1, 3, 1)
+    fits, beyond = (torch.empty_strided((5, 3), ((1 << 30) - 1 + far, 1), device="meta") for far in (0, 1))
+    assert routing.pack_topk(fits, fits, fits, fits, None)[7:13] == (None,) * 6
+    assert routing.pack_topk(beyond, beyond, beyond, beyond, None)[7:13] == (1 << 30, 1) * 3
