@@ -63,7 +63,7 @@ MAX_LOAD_PARTS = 8  # a longer load spreads its additions by itself
 COUNTED_SLOTS = 256  # slots of a program that counts
 COUNTED_WARP_SLOTS = 64  # or of each of its warps, if that makes more
 AHEAD_REPLICAS = 4  # of an expert are loaded ahead of their count: the kernels know how to choose among them
-AHEAD_TOKENS = (Rule(8, 1), Rule(64, 2), Rule(None, 1 << 30))  # of a program then, up to a slot a thread
+AHEAD_TOKENS = (Rule(1, 1), Rule(4, 2), Rule(None, 1 << 30))  # of a program then, up to a slot a thread
 
 
 class EplbSizes(Protocol):
@@ -83,16 +83,24 @@ class EplbStyle:
     counts_from: token slots of a call from which a program counts before it adds.
     spreads: the share of the grid over which its programs are spread. All at the start, they would add at the
     same time while no program moved memory; in a small grid a late one would end last.
-    apart: `megamoe.kernels.routing.record_load` says what it means.
+    apart: `megamoe.kernels.replicas.record_load` says what it means.
+    fetches: do programs ask for the tables before they have ids? Data of small calls are in the L2 cache,
+    and where quantizing takes long nobody waits for the tables.
     """
 
     ahead: bool
     counts_from: int
     spreads: tuple[Rule[float], ...]
     apart: bool = False
+    fetches: tuple[Rule[bool], ...] = (Rule(None, False),)
 
 
-GROUP_EPLB = EplbStyle(True, 16384, (Rule(512, 0.0), Rule(4095, 0.2), Rule(None, 0.6)))
+GROUP_EPLB = EplbStyle(
+    True,
+    16384,
+    (Rule(512, 0.0), Rule(4095, 0.2), Rule(None, 0.6)),
+    fetches=(Rule(511, False), Rule(4095, True), Rule(None, False)),
+)
 TOKEN_EPLB = EplbStyle(False, 16384, (Rule(8192, 0.0), Rule(None, 0.6)), apart=True)
 
 
@@ -156,7 +164,8 @@ class RoutingPlan:
     """Programs of a grid that repack the routing.
 
     programs, of `tokens` tokens each, in rows of `slots` slots; every 2^shift-th program is one of them.
-    ahead, load_parts, apart: `megamoe.kernels.routing.map_ahead` and `record_load` say what they mean.
+    ahead; load_parts, apart; fetch: `map_ahead`, `record_load` and `fetch_tables` say what they mean, all of
+    `megamoe.kernels.replicas`.
     """
 
     programs: int
@@ -166,10 +175,11 @@ class RoutingPlan:
     ahead: int = 0
     load_parts: int = 0
     apart: bool = False
+    fetch: bool = False
 
-    def constants(self, topk: int) -> tuple[int, int, int, int, int, bool]:
-        """The compile-time argument ROUTING of a kernel: top-k, slots, tokens, ahead, load_parts, apart."""
-        return (topk, self.slots, self.tokens, self.ahead, self.load_parts, self.apart)
+    def constants(self, topk: int) -> tuple[int, int, int, int, int, bool, bool]:
+        """The compile-time argument ROUTING of a kernel: top-k, slots, tokens, and the rest in this order."""
+        return (topk, self.slots, self.tokens, self.ahead, self.load_parts, self.apart, self.fetch)
 
 
 def routing_plan(
@@ -201,9 +211,9 @@ def routing_plan(
     programs = -(-num_tokens // tokens)
     share = _rule(style.spreads, num_tokens) if eplb and not interpreted else 0.0
     period = max(int(share * (programs + other_programs) / max(programs, 1)), 1)
-    return RoutingPlan(
-        programs, tokens, slots, period.bit_length() - 1, ahead, parts, style.apart and parts > 0
-    )
+    apart = style.apart and parts > 0
+    fetch = eplb is not None and _rule(style.fetches, num_tokens)
+    return RoutingPlan(programs, tokens, slots, period.bit_length() - 1, ahead, parts, apart, fetch)
 
 
 def load_parts(num_physical: int) -> int:

@@ -1,6 +1,7 @@
 """The routing programs of the staging kernels: every way to map, to count and to stand in the grid."""
 
 import itertools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import kernel_calls as calls
@@ -65,24 +66,26 @@ def _check(arguments: dict[str, Any], state: EplbLayerState, limit: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("tokens", "ahead", "parts", "shift", "apart"),
+    ("tokens", "ahead", "parts", "shift", "apart", "fetch"),
     [
-        (1, 4, 0, 0, False),
-        (1, 4, 0, 1, False),
-        (4, 4, 0, 1, False),
-        (4, 0, 0, 2, False),
-        (2, 0, 2, 1, False),
-        (2, 0, 2, 1, True),
-        (16, 0, 2, 0, False),
+        (1, 4, 0, 0, False, False),
+        (1, 4, 0, 1, False, False),
+        (4, 4, 0, 1, False, False),
+        (4, 4, 0, 0, False, True),
+        (4, 0, 0, 2, False, False),
+        (2, 0, 2, 1, False, False),
+        (2, 0, 2, 1, True, True),
+        (16, 0, 2, 0, False, True),
     ],
     ids=[
         "ahead1",
         "ahead1_spread",
         "ahead4_spread",
+        "ahead4_fetched",
         "direct4_spread",
         "counted2_spread",
-        "counted2_spread_apart",
-        "counted16",
+        "counted2_spread_apart_fetched",
+        "counted16_fetched",
     ],
 )
 @pytest.mark.parametrize("operation", ["fp8", "token"])
@@ -93,11 +96,13 @@ def test_every_plan_maps_and_records_the_same(
     parts: int,
     shift: int,
     apart: bool,
+    fetch: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     count, limit = 13, 9
-    plan = RoutingPlan(-(-count // tokens), tokens, 32 if ahead else 4, shift, ahead, parts, apart)
-    monkeypatch.setattr(tuning, "routing_plan", lambda *_: plan)
+    plan = RoutingPlan(-(-count // tokens), tokens, 32 if ahead else 4, shift, ahead, parts, apart, fetch)
+    plain = replace(plan, fetch=False)
+    monkeypatch.setattr(tuning, "routing_plan", lambda *given: plain if given[2] is None else plan)
     # One row a program, so that there are enough of them to stand between.
     monkeypatch.setattr(tuning, "_interpreted_rows", lambda *_: 1)
     make, function = {
@@ -111,9 +116,9 @@ def test_every_plan_maps_and_records_the_same(
         x = arguments["x"] = poisoned(*given["x"].shape, dtype=given["x"].dtype)
         function(**{**arguments, "eplb_state": state})
         _check(arguments, state, limit)
-        plain = {**arguments, "x": poisoned(*x.shape, dtype=x.dtype), "eplb_state": None}
-        function(**plain)
-        assert torch.equal(x.view(torch.uint8), plain["x"].view(torch.uint8))
+        unmapped = {**arguments, "x": poisoned(*x.shape, dtype=x.dtype), "eplb_state": None}
+        function(**unmapped)
+        assert torch.equal(x.view(torch.uint8), unmapped["x"].view(torch.uint8))
 
 
 @pytest.mark.parametrize("slots", range(1, 7))
@@ -179,8 +184,10 @@ def test_plans_cover_every_token_inside_the_grid(
             assert (plan.programs - 1) << plan.shift < plan.programs + others
             assert plan.load_parts in (0, -(-num_physical // tuning.LOAD_BINS))
             assert not (plan.ahead and plan.load_parts)
+            in_groups = num_physical > 0 and style is tuning.GROUP_EPLB
+            assert plan.fetch == (in_groups and 512 <= num_tokens < 4096)
             if num_physical == 0:
-                assert (plan.shift, plan.ahead, plan.load_parts) == (0, 0, 0)
+                assert (plan.shift, plan.ahead, plan.load_parts, plan.fetch) == (0, 0, 0, False)
 
 
 def test_no_tokens_need_no_routing_program() -> None:
