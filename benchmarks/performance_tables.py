@@ -74,7 +74,7 @@ def one_table(lines: dict[Key, dict[str, Any]], op: str, hidden: int) -> Iterato
         cells.append(f"{copy / us:.0%}")
         if op != BLOCK:
             mapped = lines.get((op, hidden, tokens, True, "triton"))
-            cells += [number(mapped["us"]), f"{mapped['us'] / us - 1:+.0%}"] if mapped else ["-", "-"]
+            cells += [number(mapped["us"]), f"{mapped['us'] / us - 1:+.1%}"] if mapped else ["-", "-"]
         if op == FP8:
             peer = lines.get((op, hidden, tokens, False, "deep_gemm"))
             cells += [number(peer["us"]), f"{peer['us'] / us:.2f}"] if peer else ["-", "-"]
