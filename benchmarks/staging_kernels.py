@@ -50,7 +50,7 @@ EPLB: dict[str, tuple[range, dict[str, Any], dict[str, Any]]] = {  # for what to
         {"COUNTED_SLOTS": 512, "COUNTED_WARP_SLOTS": 128},
         {"counts_from": 0},
     ),
-    "tables not fetched": (range(64, 1 << 30), {}, {"fetches": (Rule(None, False),)}),
+    "tables not fetched": (range(512, 4096), {}, {"fetches": (Rule(None, False),)}),
     "tables fetched": (range(1, 1 << 30), {}, {"fetches": (Rule(None, True),)}),
     "ahead, 1 token": (range(1, 2048), {"AHEAD_TOKENS": (Rule(None, 1),)}, {}),
     "ahead, 2 tokens": (range(2, 2048), {"AHEAD_TOKENS": (Rule(None, 2),)}, {}),

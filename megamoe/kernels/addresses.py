@@ -29,7 +29,7 @@ def offset_of(index, stride):
 
 @triton.jit
 def close_offset_of(index, stride):
-    """`offset_of` what is known to fit 32 bits: a pointer and it are one instruction."""
+    """`offset_of` where the result fits 32 bits, but for masked lanes: one instruction with the pointer."""
     return index * stride_value(stride)
 
 

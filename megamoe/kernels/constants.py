@@ -42,6 +42,7 @@ PADDING_EXPERT_ID = -1
 PADDING_WEIGHT = 0.0
 REPLICA_HASH_MULTIPLIER = 2654435769
 REPLICA_HASH_MASK = 0xFFFFFFFF
+AHEAD_REPLICAS = 4  # kernels have a way of their own for each replica count up to it
 
 # Shared-expert scale pages
 PAGE_ROWS = 128

@@ -9,7 +9,7 @@ from megamoe.kernels.addresses import close_offset_of, offset_of, unsigned
 
 REPLICA_HASH_MULTIPLIER = tl.constexpr(constants.REPLICA_HASH_MULTIPLIER)
 LOAD_BINS = tl.constexpr(tuning.LOAD_BINS)
-AHEAD_REPLICAS = tl.constexpr(tuning.AHEAD_REPLICAS)
+AHEAD_REPLICAS = tl.constexpr(constants.AHEAD_REPLICAS)
 COUNTS_OF_SECTOR, COUNTERS_OF_SECTOR = tl.constexpr(4), tl.constexpr(8)  # int64 and int32, in 32 bytes
 
 
@@ -46,7 +46,7 @@ def find_replicas(ids, mask, mapping, CLOSE: tl.constexpr):
 
 @triton.jit
 def load_slot(row, slot, slot_stride, valid):
-    """Physical experts (int64) in a slot (as is its offset, int64) of rows of the map; -1 where not valid."""
+    """Physical experts (int64) in a slot of rows of the map, -1 where not valid; offsets take 64 bits."""
     return tl.load(row + slot.to(tl.int64) * slot_stride, mask=valid, other=-1).to(tl.int64)
 
 
@@ -88,12 +88,13 @@ def map_ahead(row, count, tokens, valid, mapping, AHEAD: tl.constexpr):
     """(counts as `map_replica` wants them and short ones, what it finds for up to AHEAD_REPLICAS).
 
     For each such count the replica is loaded beside the count, not after it. It halves the way from id to
-    physical id, at five loads a slot: for few tokens. AHEAD: AHEAD_REPLICAS, or as many as the map has slots.
+    physical id, at five loads a slot: for few tokens. AHEAD: AHEAD_REPLICAS, or the map's slots if they are
+    fewer; what is not loaded then is -1.
     """
     of_one = map_replica_of(row, 1, tokens, valid, mapping, AHEAD)
     of_two = map_replica_of(row, 2, tokens, valid, mapping, AHEAD)
     of_three = map_replica_of(row, 3, tokens, valid, mapping, AHEAD)
-    of_four = map_replica_of(row, AHEAD_REPLICAS, tokens, valid, mapping, AHEAD)
+    of_four = map_replica_of(row, 4, tokens, valid, mapping, AHEAD)
     counts = tl.load(count, mask=valid, other=1)
     short = short_count(counts)
     several = tl.where(short == 2, of_two, tl.where(short == 3, of_three, of_four))
@@ -131,8 +132,9 @@ def record_load(program, physical, counted, load, recording, LOAD_PARTS: tl.cons
 
 @triton.jit
 def fetch_tables(program, mapping, load, BLOCK: tl.constexpr):
-    """Asks for a program's part of the map, the counts and the load, so that they are in the L2 cache when
-    ids arrive, which come from memory just as slowly. BLOCK: rows of the part.
+    """Asks for a program's part of the tables, so that it is in the L2 cache when ids arrive, which come from
+    memory just as slowly: the sectors of 32 bytes with the first slots of BLOCK experts in the map, their
+    counts, and COUNTERS_OF_SECTOR times as many counters. What lies less densely is fetched by its use.
 
     Volatile, as all that has to come after it must be: the compiler would drop it, or ask for it last.
     """

@@ -7,6 +7,8 @@ interpreter a program costs Python time per operation, so tiles there are as lar
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from megamoe.kernels import constants
+
 INTERPRETER_ELEMENTS = 1 << 20
 
 
@@ -62,8 +64,11 @@ LOAD_BINS = 256
 MAX_LOAD_PARTS = 8  # a longer load spreads its additions by itself
 COUNTED_SLOTS = 256  # slots of a program that counts
 COUNTED_WARP_SLOTS = 64  # or of each of its warps, if that makes more
-AHEAD_REPLICAS = 4  # of an expert are loaded ahead of their count: the kernels know how to choose among them
-AHEAD_TOKENS = (Rule(1, 1), Rule(4, 2), Rule(None, 1 << 30))  # of a program then, up to a slot a thread
+AHEAD_TOKENS = (
+    Rule(1, 1),
+    Rule(4, 2),
+    Rule(None, 1 << 30),
+)  # of a program that maps ahead, up to a slot a thread
 
 
 class EplbSizes(Protocol):
@@ -196,7 +201,7 @@ def routing_plan(
     limit = power_of_two(num_tokens)
     counted = limit * slots >= LOAD_BINS if interpreted else num_tokens * topk >= style.counts_from
     parts = load_parts(eplb.num_physical) if eplb and counted else 0
-    ahead = min(eplb.num_replicas, AHEAD_REPLICAS) if eplb and style.ahead and not counted else 0
+    ahead = min(eplb.num_replicas, constants.AHEAD_REPLICAS) if eplb and style.ahead and not counted else 0
     if interpreted:
         tokens = min(limit, INTERPRETER_ELEMENTS // slots)
     elif parts:
