@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from megamoe.suite import timing
-from megamoe.suite.buffers import allocate
 from megamoe.suite.compare import Observed
 from megamoe.suite.operation import Call, Case, Implementation, Operation, Params, load
-from megamoe.suite.runner import copy_arguments, describe_error, execute, run_case
+from megamoe.suite.rotation import Rotation
+from megamoe.suite.runner import describe_error, execute, run_case
 
 Status = Literal["timed", "differs", "skipped", "failed"]
 
@@ -98,16 +98,20 @@ def measure_cases(
 ) -> list[Measurement]:
     """Compare each implementation with the reference on these very shapes, then time those that agree.
 
-    ``cases`` of one operation, ``implementations`` of it. All are timed in the same rounds, so that cases can
-    be set against each other as well as implementations. The reference runs on ``device`` (its bytes do not
-    depend on it). Whatever an implementation raises is its result. rotation_bytes: what the sets of buffers
-    that the calls of a case rotate over hold together.
+    ``cases`` of one operation, ``implementations`` of it. All are timed in the same rounds, on inputs drawn
+    from one seed and, where they are the same, in the same memory, so that cases can be set against each
+    other as well as implementations. The reference runs on ``device`` (its bytes do not depend on it).
+    Whatever an implementation raises is its result. rotation_bytes: what the sets of buffers that the calls
+    of a case rotate over hold together.
     """
-    compared = [_compare(case, implementations, device) for case in cases]
+    compared = [_compare(case, cases[0].seed, implementations, device) for case in cases]
+    if device == "cuda":  # so that no size's memory depends on the sizes before it
+        torch.cuda.empty_cache()
     candidates: dict[str, Sequence[timing.Call]] = {}
-    sets = [timing.rotation_count(one.moved, device, rotation_bytes) for one in compared]
+    sets = min((timing.rotation_count(one.moved, device, rotation_bytes) for one in compared), default=0)
+    rotation = Rotation(sets, device)
     for index, one in enumerate(compared):
-        made = _candidates(one, device, sets[index])
+        made = _candidates(one, device, sets, rotation)
         candidates |= {f"{index}{name}": calls for name, calls in made.items()}
     timings = timing.measure(candidates, device, rounds) if candidates else {}
     found: list[Measurement] = []
@@ -115,7 +119,7 @@ def measure_cases(
         copies = [timings[name].median_us for name in timings if name.startswith(f"{index}{COPY}")]
         for _, measured in one.measured:
             took = timings.get(f"{index}{MARK}{measured.implementation}")
-            found.append(measured if took is None else _timed(measured, took, min(copies), sets[index]))
+            found.append(measured if took is None else _timed(measured, took, min(copies), sets))
     return found
 
 
@@ -140,10 +144,10 @@ class _Compared:
     measured: list[tuple[Implementation, Measurement]]
 
 
-def _compare(case: Case, implementations: Sequence[Implementation], device: str) -> _Compared:
+def _compare(case: Case, seed: int, implementations: Sequence[Implementation], device: str) -> _Compared:
     blank = Measurement(case.operation.name, case.id, case.params, "", device, "failed")
     try:
-        call = case.operation.call(case.params, draw_inputs(case))
+        call = case.operation.call(case.params, draw_inputs(case, seed))
         expected = execute(call, load(case.operation.reference), case.seed, device)
     except Exception as error:  # a case that cannot be made is the result of everything measured on it
         reason = f"reference: {describe_error(error)}"
@@ -166,12 +170,14 @@ def _compare(case: Case, implementations: Sequence[Implementation], device: str)
     return _Compared(call, moved, measured)
 
 
-def _candidates(compared: _Compared, device: str, sets: int) -> dict[str, Sequence[timing.Call]]:
+def _candidates(
+    compared: _Compared, device: str, sets: int, rotation: Rotation
+) -> dict[str, Sequence[timing.Call]]:
     """What to time of a case: implementations that agree under MARK, copies of as many bytes under COPY."""
     green = [one for one, measured in compared.measured if measured.status == "timed"]
     if compared.call is None or not green:
         return {}
-    keywords = _rotation(compared.call, device, sets)
+    keywords = rotation.keywords(compared.call)
     found = {COPY + name: calls for name, calls in timing.copies(compared.moved, sets, device).items()}
     for implementation in green:
         function = load(implementation.target)
@@ -179,14 +185,14 @@ def _candidates(compared: _Compared, device: str, sets: int) -> dict[str, Sequen
     return found
 
 
-def draw_inputs(case: Case) -> dict[str, Tensor]:
-    """The case's inputs; beyond GENERATED_TOKENS tokens, rows drawn from that many."""
+def draw_inputs(case: Case, seed: int) -> dict[str, Tensor]:
+    """The case's inputs from that seed; beyond GENERATED_TOKENS tokens, rows drawn from that many."""
     tokens = case.params["tokens"]
+    generated = case.params | {"tokens": min(tokens, GENERATED_TOKENS)}
+    made = case.operation.inputs(generated, np.random.default_rng(seed))
     if tokens <= GENERATED_TOKENS:
-        return case.inputs()
-    rng = np.random.default_rng(case.seed)
-    made = case.operation.inputs(case.params | {"tokens": GENERATED_TOKENS}, rng)
-    rows = torch.from_numpy(rng.integers(0, GENERATED_TOKENS, tokens))
+        return made
+    rows = torch.from_numpy(np.random.default_rng((seed, tokens)).integers(0, GENERATED_TOKENS, tokens))
     rows[:GENERATED_TOKENS] = torch.arange(GENERATED_TOKENS)
     return {name: one[rows] if one.shape[:1] == (GENERATED_TOKENS,) else one for name, one in made.items()}
 
@@ -204,25 +210,3 @@ def moved_bytes(operation: Operation, call: Call, expected: Mapping[str, Observe
         spec = call.buffers.get(name)
         total += size * (2 if spec is not None and spec.initial is not None else 1)
     return total
-
-
-def _rotation(call: Call, device: str, sets: int) -> list[dict[str, Any]]:
-    """Keyword arguments of equal calls on ``device``, each with memory of its own."""
-    arguments = copy_arguments(call.arguments, device)
-    views = {name: allocate(spec, 0, device).view for name, spec in call.buffers.items()}
-    found = []
-    for _ in range(sets):
-        own_arguments, own_views = _clone(arguments), _clone(views)
-        found.append(call.bind(own_arguments, own_views) if call.bind else {**own_arguments, **own_views})
-    return found
-
-
-def _clone(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _clone_tensor(one) if isinstance(one, Tensor) else one for name, one in values.items()}
-
-
-def _clone_tensor(tensor: Tensor) -> Tensor:
-    storage: Any = tensor.untyped_storage()
-    memory = storage.clone()
-    typed = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return typed.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
