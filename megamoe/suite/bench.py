@@ -56,8 +56,9 @@ def bench(
     """Time implementations side by side, next to a device copy of the bytes that must move.
 
     Cases that differ in what --set says alone are timed in the same rounds too, up to four at a time in the
-    order of the options. Calls on a GPU rotate over as many sets of buffers as --rotate allows, from two to
-    20: by default more than the cache holds, unless a call is small. With few, they find their inputs there.
+    order of the options, and share the memory of what is the same. Calls on a GPU rotate over as many sets of
+    buffers as --rotate allows, from two to 20: by default more than the cache holds, unless a call is small.
+    With few, they find their inputs there.
 
     Nothing is timed that does not compare equal on the very shape. On a GPU the implementations of the table
     and the peers that are installed run; on a CPU, where kernels are only interpreted, the references.
@@ -189,7 +190,16 @@ def _axes(
             output.stop(
                 f"--set {setting!r}: expected NAME=VALUE[,VALUE...] with a name of {', '.join(known)}"
             )
+        if name in ("tokens", "hidden", "recipe"):
+            output.stop(f"--set {setting!r}: expected another parameter; this one is --{name}")
         axes[name] = [_value(word) for word in text.split(",")]
+        known = sorted({word for operation in operations for word in operation.words(name)})
+        for value in axes[name]:
+            if isinstance(value, str) and value not in known:
+                expected = f"a word of {', '.join(known)}" if known else "no words"
+                output.stop(
+                    f"--set {setting!r}: expected {expected}, numbers, true, false or none, got {value!r}"
+                )
     return axes
 
 

@@ -39,7 +39,7 @@ class Measurement:
 
     bytes_moved: every input once and every output once. copy_us: what a device copy of as many bytes took in
     the same run. us: median; low_us and high_us: quartiles. sets: of buffers that its calls rotated over.
-    detail: why it was not timed.
+    seed: of its inputs. detail: why it was not timed.
     """
 
     op: str
@@ -57,6 +57,7 @@ class Measurement:
     high_us: float | None = None
     method: str = ""
     sets: int = 0
+    seed: int = 0
 
     @property
     def share_of_copy(self) -> float | None:
@@ -105,13 +106,13 @@ def measure_cases(
     of a case rotate over hold together.
     """
     compared = [_compare(case, cases[0].seed, implementations, device) for case in cases]
-    if device == "cuda":  # so that no size's memory depends on the sizes before it
+    if device == "cuda":  # memory of earlier sizes is given back, not cut up for this one
         torch.cuda.empty_cache()
     candidates: dict[str, Sequence[timing.Call]] = {}
-    sets = min((timing.rotation_count(one.moved, device, rotation_bytes) for one in compared), default=0)
-    rotation = Rotation(sets, device)
+    sets = [timing.rotation_count(one.moved, device, rotation_bytes) for one in compared]
+    rotation = Rotation(device)
     for index, one in enumerate(compared):
-        made = _candidates(one, device, sets, rotation)
+        made = _candidates(one, device, sets[index], rotation)
         candidates |= {f"{index}{name}": calls for name, calls in made.items()}
     timings = timing.measure(candidates, device, rounds) if candidates else {}
     found: list[Measurement] = []
@@ -119,7 +120,7 @@ def measure_cases(
         copies = [timings[name].median_us for name in timings if name.startswith(f"{index}{COPY}")]
         for _, measured in one.measured:
             took = timings.get(f"{index}{MARK}{measured.implementation}")
-            found.append(measured if took is None else _timed(measured, took, min(copies), sets))
+            found.append(measured if took is None else _timed(measured, took, min(copies), sets[index]))
     return found
 
 
@@ -145,7 +146,7 @@ class _Compared:
 
 
 def _compare(case: Case, seed: int, implementations: Sequence[Implementation], device: str) -> _Compared:
-    blank = Measurement(case.operation.name, case.id, case.params, "", device, "failed")
+    blank = Measurement(case.operation.name, case.id, case.params, "", device, "failed", seed=seed)
     try:
         call = case.operation.call(case.params, draw_inputs(case, seed))
         expected = execute(call, load(case.operation.reference), case.seed, device)
@@ -177,7 +178,7 @@ def _candidates(
     green = [one for one, measured in compared.measured if measured.status == "timed"]
     if compared.call is None or not green:
         return {}
-    keywords = rotation.keywords(compared.call)
+    keywords = rotation.keywords(compared.call, sets)
     found = {COPY + name: calls for name, calls in timing.copies(compared.moved, sets, device).items()}
     for implementation in green:
         function = load(implementation.target)
@@ -186,7 +187,10 @@ def _candidates(
 
 
 def draw_inputs(case: Case, seed: int) -> dict[str, Tensor]:
-    """The case's inputs from that seed; beyond GENERATED_TOKENS tokens, rows drawn from that many."""
+    """The case's inputs from that seed; beyond GENERATED_TOKENS tokens, rows drawn from that many.
+
+    Strides stay of the kind that the case has, and padding at the end stays there.
+    """
     tokens = case.params["tokens"]
     generated = case.params | {"tokens": min(tokens, GENERATED_TOKENS)}
     made = case.operation.inputs(generated, np.random.default_rng(seed))
@@ -194,7 +198,25 @@ def draw_inputs(case: Case, seed: int) -> dict[str, Tensor]:
         return made
     rows = torch.from_numpy(np.random.default_rng((seed, tokens)).integers(0, GENERATED_TOKENS, tokens))
     rows[:GENERATED_TOKENS] = torch.arange(GENERATED_TOKENS)
-    return {name: one[rows] if one.shape[:1] == (GENERATED_TOKENS,) else one for name, one in made.items()}
+    if case.params.get("padding") == "tail":
+        rows = rows[made["is_padding"][rows].byte().argsort(stable=True)]
+    return {
+        name: _take(one, rows) if one.shape[:1] == (GENERATED_TOKENS,) else one for name, one in made.items()
+    }
+
+
+def _take(tensor: Tensor, rows: Tensor) -> Tensor:
+    """tensor[rows] with the tensor's strides (longer, if over all rows) and more of what is between them."""
+    taken = tensor[rows]
+    if tensor.is_contiguous():
+        return taken
+    extent, longer = (count * tensor.stride(0) for count in (len(tensor), len(rows) - len(tensor)))
+    strides = [one + longer if one >= extent else one for one in tensor.stride()]
+    last = sum((size - 1) * one for size, one in zip(taken.shape, strides, strict=True))
+    memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    length = tensor.storage_offset() + last + 1
+    memory = memory.repeat(-(-length // len(memory)))
+    return memory.as_strided(taken.shape, strides, tensor.storage_offset()).copy_(taken)
 
 
 def moved_bytes(operation: Operation, call: Call, expected: Mapping[str, Observed]) -> int:

@@ -119,6 +119,14 @@ class Operation:
                     found.setdefault(case.id, case)
         return list(found.values())
 
+    def words(self, name: str) -> set[str]:
+        """The words that some case of the row has for a parameter."""
+        values = [
+            self.defaults.get(name),
+            *(one for sweep in self.sweeps for one in sweep.axes.get(name, ())),
+        ]
+        return {one for one in values if isinstance(one, str)}
+
     def _product(self, sweep: Sweep) -> Iterator[Params]:
         unknown = set(sweep.axes) - set(self.defaults)
         if unknown:

@@ -5,21 +5,17 @@ import json
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from bench_cases import FP8, reference_implementation, small_case
 from click.testing import CliRunner
 
 import reference
 from megamoe.cli import main
 from megamoe.suite import bench_report, measurement, timing
-from megamoe.suite.operation import Call, Case, Implementation
 from megamoe.suite.peers import PEERS, parse_peer
-from megamoe.suite.rotation import Rotation
-from megamoe.suite.table import table
 
-FP8 = "prepare_megamoe_inputs"
 SMALL = ("--op", FP8, "--tokens", "1,5", "--hidden", "128", "--device", "cpu", "--rounds", "2")
 
 
@@ -27,11 +23,6 @@ def run(*arguments: str, code: int = 0) -> str:
     result = CliRunner().invoke(main, ["bench", *arguments])
     assert result.exit_code == code, result.output
     return result.output
-
-
-def small_case(tokens: int = 5, **params: object) -> Case:
-    (case,) = measurement.cases_of(table()[FP8], (), {"tokens": [tokens], "hidden": [256]})
-    return dataclasses.replace(case, params=case.params | params)
 
 
 @pytest.fixture
@@ -283,78 +274,22 @@ def test_together_are_cases_that_differ_in_what_is_varied_alone() -> None:
     assert measurement.together([], {"eplb"}) == []
 
 
-def reference_implementation() -> Implementation:
-    return Implementation("reference", table()[FP8].reference)
-
-
-def test_long_cases_draw_rows_from_generated_ones() -> None:
-    tokens = measurement.GENERATED_TOKENS + 300
-    inputs = measurement.draw_inputs(small_case(tokens, hidden=128), 0)
-    hidden = inputs["hidden_states"]
-    assert hidden.shape == (tokens, 128)
-    assert inputs["topk_ids"].shape == inputs["topk_weights"].shape == (tokens, 8)
-    made = {row.tobytes() for row in hidden[: measurement.GENERATED_TOKENS].view(torch.int16).numpy()}
-    assert len(made) == measurement.GENERATED_TOKENS
-    drawn = [row.tobytes() for row in hidden[measurement.GENERATED_TOKENS :].view(torch.int16).numpy()]
-    assert set(drawn) <= made
-    assert len(set(drawn)) > 200, "rows come in random order, so a misplaced row shows"
-
-
-def test_rotating_sets_do_not_share_memory() -> None:
-    case = small_case(eplb="record")
-    call = case.operation.call(case.params, case.inputs())
-    sets = Rotation(3, "cpu").keywords(call)
-    for name in ("hidden_states", "x"):
-        assert len({one[name].untyped_storage().data_ptr() for one in sets}) == 3
-        assert len({one[name].stride() for one in sets}) == 1
-    assert len({one["eplb_state"].expert_load_view.data_ptr() for one in sets}) == 3
-    strides = {one["eplb_state"].logical_to_physical_map.stride() for one in sets}
-    assert strides == {call.arguments["logical_to_physical_map"].stride()}
-
-
-def test_cases_timed_together_share_what_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs of one seed and outputs are the same memory; other values or types are not."""
-    timed: dict[str, list[dict[str, Any]]] = {}
-
-    def measure(candidates: dict[str, list[Any]], *_: object) -> dict[str, timing.Timing]:
-        timed.update({name: [call.keywords for call in calls] for name, calls in candidates.items()})
-        return {name: timing.Timing(1.0, 1, 1, "graph") for name in candidates}
-
-    monkeypatch.setattr(timing, "measure", measure)
-    tokens = measurement.GENERATED_TOKENS + 3
-    settings: list[dict[str, Any]] = [{}, {"eplb": "record"}, {"values": "position"}, {"ids": "i64"}]
-    cases = [small_case(tokens, hidden=128, **one) for one in settings]
-    measurement.measure_cases(cases, [reference_implementation()], "cpu", 2)
-    plain, mapped, other, wide = (timed[f"{i}{measurement.MARK}reference"] for i in range(4))
-    for name in (
-        "hidden_states",
-        "topk_ids",
-        "topk_weights",
-        "x",
-        "x_sf",
-        "topk_idx_out",
-        "topk_weights_out",
-    ):
-        for index in range(2):
-            assert plain[index][name] is mapped[index][name]
-        assert plain[0][name] is not plain[1][name]
-        assert (plain[0][name] is wide[0][name]) == (name != "topk_ids")
-    assert plain[0]["hidden_states"] is not other[0]["hidden_states"]
-    assert plain[0]["x"] is other[0]["x"]
-
-
-def test_equal_values_in_another_layout_are_not_the_same_memory() -> None:
-    rows, columns = torch.zeros(4, 4), torch.zeros(4, 4).T
-    other_bytes = torch.zeros(4, 4)
-    other_bytes[1, 2] = -0.0
-    rotation = Rotation(2, "cpu")
-    found = [
-        rotation.keywords(Call({"x": one, "n": 3}))[0] for one in (rows, columns, other_bytes, rows.clone())
-    ]
-    assert len({one["x"].data_ptr() for one in found}) == 3
-    assert found[0]["x"] is found[3]["x"]
-    assert torch.equal(found[2]["x"].view(torch.int32), other_bytes.view(torch.int32))
-    assert found[1]["x"].stride() == (1, 4)
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("eplb=bogus", "expected a word of map, record, record_many, numbers, true, false or none"),
+        ("eplb=", "got ''"),
+        ("eplb=none,records", "got 'records'"),
+        ("num_unpadded_tokens=all", "expected no words, numbers, true, false or none, got 'all'"),
+        ("tokens=0,1", "this one is --tokens"),
+        ("hidden=128", "this one is --hidden"),
+        ("recipe=nope", "this one is --recipe"),
+    ],
+    ids=["word", "empty", "second", "number", "tokens", "hidden", "recipe"],
+)  # fmt: skip
+def test_a_setting_that_no_case_has_is_refused(setting: str, message: str) -> None:
+    """It would be measured as something else, or fail far away."""
+    assert message in " ".join(run(*SMALL, "--set", setting, code=2).split())
 
 
 def test_candidates_take_turns() -> None:
