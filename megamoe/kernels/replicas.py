@@ -65,6 +65,13 @@ def map_replica(row, counts, tokens, valid, mapping):
 
 
 @triton.jit
+def map_by_count(ids, tokens, mask, mapping, CLOSE: tl.constexpr):
+    """Physical ids (int64) of logical ids, whose counts are asked for first; -1 where there are none."""
+    row, count, valid = find_replicas(ids, mask, mapping, CLOSE)
+    return map_replica(row, tl.load(count, mask=valid, other=1), tokens, valid, mapping)
+
+
+@triton.jit
 def map_replica_of(row, COUNT: tl.constexpr, tokens, valid, mapping, AHEAD: tl.constexpr):
     """`map_replica` of a count that is known while compiling, as is whether the map is that wide."""
     replica = hash_of(tokens) % COUNT
@@ -174,13 +181,13 @@ def store_physical(
     id_pointers, weight_pointers = pointers
     recording, limit = flags
     recorded = tokens < limit
-    row, count, valid = find_replicas(ids, mask, mapping, CLOSE)
     if AHEAD == 0:
-        physical = map_replica(row, tl.load(count, mask=valid, other=1), tokens, valid, mapping)
+        physical = map_by_count(ids, tokens, mask, mapping, CLOSE)
         tl.store(weight_pointers, weights, mask=mask)
         tl.store(id_pointers, physical, mask=mask)
         record_load(program, physical, recorded & mask, load, recording, LOAD_PARTS, APART)
     else:
+        row, count, valid = find_replicas(ids, mask, mapping, CLOSE)
         counts, short, physical = map_ahead(row, count, tokens, valid, mapping, AHEAD)
         highest = tl.max(short, 0)
         tl.store(weight_pointers, weights, mask=mask)

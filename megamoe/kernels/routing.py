@@ -20,14 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.bundle import extent
 from megamoe.eplb import EplbTensors
 from megamoe.kernels import constants
 from megamoe.kernels.addresses import close_slot_offset, offset_of, slot_offset
 from megamoe.kernels.replicas import (
     fetch_tables,
-    find_replicas,
     load_record_flags,
-    map_replica,
+    map_by_count,
     record_load,
     store_physical,
 )
@@ -113,8 +113,7 @@ def eplb_kernel(
     recording, limit = load_record_flags(mapping)
     ids = tl.load(topk_ids + position, mask=mask, other=-1).to(tl.int32)
     tokens = (position // num_slots).to(tl.int32)
-    row, count, valid = find_replicas(ids, mask, mapping, False)
-    physical = map_replica(row, tl.load(count, mask=valid, other=1), tokens, valid, mapping)
+    physical = map_by_count(ids, tokens, mask, mapping, False)
     tl.store(physical_ids + position, physical, mask=mask)
     record_load(program, physical, mask & (tokens < limit), load, recording, LOAD_PARTS, False)
 
@@ -136,15 +135,12 @@ def pack_topk(
     flags = None if is_padding is None else is_padding.view(torch.uint8)
     others = (topk_weights, topk_idx_out, topk_weights_out)
     strides: list[int | None] = [stride for tensor in others for stride in tensor.stride()]
-    farthest = [_farthest(topk_ids), 0 if eplb is None else _farthest(eplb.expert_map[:, :1])]
-    if strides == [*topk_ids.stride()] * 3 and max(farthest) < 1 << 32:
+    elements = extent(tuple(topk_ids.shape), topk_ids.stride())
+    if eplb is not None:
+        elements = max(elements, extent(tuple(eplb.expert_map.shape[:1]), eplb.expert_map.stride()[:1]))
+    if strides == [*topk_ids.stride()] * 3 and elements <= 1 << 32:
         strides = [None] * 6
     return (topk_ids, *topk_ids.stride(), *others, flags, *strides, 0 if flags is None else flags.stride(0))
-
-
-def _farthest(tensor: Tensor) -> int:
-    """The offset of the last element, in elements; 0 where there is none."""
-    return sum(max(size - 1, 0) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def pack_eplb(tensors: EplbTensors | None) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]:

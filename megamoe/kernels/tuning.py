@@ -64,11 +64,8 @@ LOAD_BINS = 256
 MAX_LOAD_PARTS = 8  # a longer load spreads its additions by itself
 COUNTED_SLOTS = 256  # slots of a program that counts
 COUNTED_WARP_SLOTS = 64  # or of each of its warps, if that makes more
-AHEAD_TOKENS = (
-    Rule(1, 1),
-    Rule(4, 2),
-    Rule(None, 1 << 30),
-)  # of a program that maps ahead, up to a slot a thread
+# Of a program that loads replicas ahead of their count, up to a slot a thread.
+AHEAD_TOKENS = (Rule(1, 1), Rule(4, 2), Rule(None, 1 << 30))
 
 
 class EplbSizes(Protocol):

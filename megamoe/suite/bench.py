@@ -193,10 +193,10 @@ def _axes(
         if name in ("tokens", "hidden", "recipe"):
             output.stop(f"--set {setting!r}: expected another parameter; this one is --{name}")
         axes[name] = [_value(word) for word in text.split(",")]
-        known = sorted({word for operation in operations for word in operation.words(name)})
+        words = sorted({word for operation in operations for word in operation.words(name)})
         for value in axes[name]:
-            if isinstance(value, str) and value not in known:
-                expected = f"a word of {', '.join(known)}" if known else "no words"
+            if isinstance(value, str) and value not in words:
+                expected = f"a word of {', '.join(words)}" if words else "no words"
                 output.stop(
                     f"--set {setting!r}: expected {expected}, numbers, true, false or none, got {value!r}"
                 )

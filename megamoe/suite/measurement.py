@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megamoe.bundle import extent
 from megamoe.suite import timing
 from megamoe.suite.compare import Observed
 from megamoe.suite.operation import Call, Case, Implementation, Operation, Params, load
@@ -210,11 +211,10 @@ def _take(tensor: Tensor, rows: Tensor) -> Tensor:
     taken = tensor[rows]
     if tensor.is_contiguous():
         return taken
-    extent, longer = (count * tensor.stride(0) for count in (len(tensor), len(rows) - len(tensor)))
-    strides = [one + longer if one >= extent else one for one in tensor.stride()]
-    last = sum((size - 1) * one for size, one in zip(taken.shape, strides, strict=True))
+    span, longer = (count * tensor.stride(0) for count in (len(tensor), len(rows) - len(tensor)))
+    strides = tuple(one + longer if one >= span else one for one in tensor.stride())
     memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-    length = tensor.storage_offset() + last + 1
+    length = tensor.storage_offset() + extent(tuple(taken.shape), strides)
     memory = memory.repeat(-(-length // len(memory)))
     return memory.as_strided(taken.shape, strides, tensor.storage_offset()).copy_(taken)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megamoe.suite.buffers import allocate
 from megamoe.suite.operation import Call
-from megamoe.suite.runner import copy_arguments
+from megamoe.suite.runner import copy_arguments, copy_tensor, storage_bytes
 
 
 class Rotation:
@@ -48,23 +48,12 @@ class Rotation:
         if copies is None:
             copies = []
             known.append((tensor, copies))
-        copies += [_clone(tensor) for _ in range(count - len(copies))]
+        copies += [copy_tensor(tensor, self._device) for _ in range(count - len(copies))]
         return copies
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """uint8: all of the tensor's storage."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
     def layout(one: Tensor) -> tuple[Any, ...]:
         return one.dtype, one.shape, one.stride(), one.storage_offset()
 
-    return layout(tensor) == layout(other) and torch.equal(_bytes(tensor), _bytes(other))
-
-
-def _clone(tensor: Tensor) -> Tensor:
-    storage: Any = tensor.untyped_storage()
-    typed = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return typed.set_(storage.clone(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return layout(tensor) == layout(other) and torch.equal(storage_bytes(tensor), storage_bytes(other))

@@ -207,7 +207,7 @@ def copy_arguments(arguments: Mapping[str, Any], device: str) -> dict[str, Any]:
 
     def copy(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return _copy_tensor(value, device, storages)
+            return copy_tensor(value, device, storages)
         if isinstance(value, (list, tuple)):
             return type(value)(copy(item) for item in value)
         return value
@@ -215,11 +215,19 @@ def copy_arguments(arguments: Mapping[str, Any], device: str) -> dict[str, Any]:
     return {name: copy(value) for name, value in arguments.items()}
 
 
-def _copy_tensor(tensor: Tensor, device: str, storages: dict[int, Tensor]) -> Tensor:
-    storage = tensor.untyped_storage()
-    key = storage.data_ptr() if storage.nbytes() else -id(tensor)
+def storage_bytes(tensor: Tensor) -> Tensor:
+    """uint8: all of the tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def copy_tensor(tensor: Tensor, device: str, storages: dict[int, Tensor] | None = None) -> Tensor:
+    """A copy of the whole storage on ``device`` with the same strides and offset. storages: copies that there
+    are already, by address; they are shared and added to."""
+    storages = {} if storages is None else storages
+    storage = storage_bytes(tensor)
+    key = storage.data_ptr() if storage.numel() else -id(tensor)
     if key not in storages:
-        storages[key] = torch.empty(0, dtype=torch.uint8).set_(storage).clone().to(device)
+        storages[key] = storage.to(device, copy=True)
     memory = storages[key]
     typed = torch.empty(0, dtype=tensor.dtype, device=device)
     return typed.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -273,9 +281,7 @@ def _tensors(before: Any, after: Any, name: str = "") -> list[tuple[str, Tensor,
 
 
 def _same_storage_bytes(before: Tensor, after: Tensor) -> bool:
-    left = torch.empty(0, dtype=torch.uint8).set_(before.untyped_storage())
-    right = torch.empty(0, dtype=torch.uint8, device=after.device).set_(after.untyped_storage())
-    return torch.equal(left, right.cpu())
+    return torch.equal(storage_bytes(before), storage_bytes(after).cpu())
 
 
 def describe_error(error: Exception) -> str:
